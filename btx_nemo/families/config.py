@@ -1,0 +1,65 @@
+"""What a model is, independent of any framework: the one description that all parts of the project share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """The mixture: how many experts, and the rule that routes tokens to them."""
+
+    num_experts: int
+    """Routed experts per layer, N."""
+    top_k: int = 2
+    """Experts that each token is sent to."""
+    router: str = "top_k"
+    """Name in the router registry (`btx_nemo.routers`)."""
+    experts: list[str] = field(default_factory=list)
+    """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a decoder-only language model; dense when `moe` is None."""
+
+    family: str = "llama"
+    """Name in the family registry (`btx_nemo.families`)."""
+    num_layers: int
+    """Transformer layers, L."""
+    hidden_size: int
+    """Model width, H."""
+    ffn_hidden_size: int
+    """Width of one feed-forward block (of one expert, in a mixture), F."""
+    num_attention_heads: int
+    """Query heads."""
+    num_query_groups: int
+    """Key and value heads (grouped-query attention)."""
+    head_dim: int
+    """Size of one head; usually H / heads."""
+    vocab_size: int
+    """Rows of the embedding."""
+    max_position_embeddings: int = 2048
+    """Longest sequence the model was made for."""
+    norm_eps: float = 1e-5
+    """Epsilon of RMSNorm."""
+    rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
+    rope_scaling: dict[str, Any] | None = None
+    """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None for plain RoPE."""
+    tie_word_embeddings: bool = False
+    """Whether the output layer is the embedding."""
+    init_std: float = 0.02
+    """Standard deviation of fresh weights."""
+    moe: MoEConfig | None = None
+    """The mixture, or None for a dense model."""
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_query_groups:
+            from btx_nemo.errors import UserError
+
+            raise UserError(
+                f"model: num_query_groups={self.num_query_groups} does not divide "
+                f"num_attention_heads={self.num_attention_heads}; choose a divisor"
+            )

@@ -1,0 +1,136 @@
+"""Megatron-Core on a machine without a GPU: every stub that it needs, in one scope.
+
+Megatron-Core names `cuda` in many places but computes with ordinary torch operations; over gloo all of its
+parallelism runs on the CPU. `cpu_platform()` redirects those names for as long as it is entered, and only where
+there is no GPU: with one, it does nothing. No other module of the project asks what the device is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_MISSING = object()
+
+
+def device() -> torch.device:
+    """The device that models live on: this process's GPU, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend for `device()`."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _names_cuda(value: object) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Sends every `device="cuda"` to the CPU."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs:
+            if _names_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": "cpu"}
+            if "pin_memory" in kwargs:
+                kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+        if func is torch.Tensor.to:
+            if len(args) > 1 and _names_cuda(args[1]):
+                args = (args[0], "cpu", *args[2:])
+        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # The distributed optimizer accepts parameters by this name, torch.cuda.FloatTensor and its like.
+            return func(args[0]).replace("torch.", "torch.cuda.")
+        elif func is torch.Tensor.cuda:
+            return args[0]
+        elif func is torch.Tensor.record_stream:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+class _Inert:
+    """Stands for CUDA streams and events, which order work that on the CPU is ordered already."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _Inert]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: self
+
+
+def _torch_stubs() -> list[tuple[Any, str, Any]]:
+    cuda = torch.cuda
+    return [
+        (cuda, "current_device", lambda: torch.device("cpu")),
+        (cuda, "Stream", _Inert),  # classes: transformers evaluates `Stream | None`
+        (cuda, "Event", _Inert),
+        (cuda, "current_stream", lambda *_, **__: _Inert()),
+        (cuda, "default_stream", lambda *_, **__: _Inert()),
+        (cuda, "stream", lambda *_, **__: contextlib.nullcontext()),
+        (cuda, "synchronize", lambda *_, **__: None),
+        (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (cuda, "manual_seed", torch.manual_seed),
+    ]
+
+
+def _megatron_stubs() -> list[tuple[Any, str, Any]]:
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
+
+    return [
+        (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        # 0.16 uses this name without defining it where Transformer Engine is absent.
+        (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
+        # The original copies through pinned memory and waits on a stream.
+        (token_dispatcher, "maybe_move_tensor_to_cpu", move_to_cpu),
+    ]
+
+
+@contextlib.contextmanager
+def cpu_platform() -> Iterator[None]:
+    """Lets Megatron-Core run on the CPU while entered; nothing where a GPU is there, and re-entrant.
+
+    Everything is put back on leaving. Enter it before Megatron-Core is imported for the first time, and in the thread
+    that computes (the redirection is per thread).
+    """
+    if torch.cuda.is_available() or torch.cuda.Stream is _Inert:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for stub in _torch_stubs():
+            stack.enter_context(_patched(*stub))
+        mode = stack.enter_context(_CudaToCpu())
+        assert mode is not None
+        for stub in _megatron_stubs():
+            stack.enter_context(_patched(*stub))
+        yield
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
