@@ -1,0 +1,68 @@
+"""Reading `conf/` with Hydra: a named file, its defaults, and overrides in Hydra's grammar."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from btx_nemo.errors import EnvironmentLacks, UserError
+
+
+def conf_dir() -> Path:
+    """The `conf/` of this installation: inside the wheel, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if candidate.is_dir():
+            return candidate
+    raise EnvironmentLacks(f"no conf/ beside {package}; install btx-nemo again, or give --config-path DIR")
+
+
+def load(command: str, name: str, overrides: list[str], config_path: str | None = None) -> dict[str, Any]:
+    """The resolved configuration `conf/<command>/<name>.yaml` as a plain dictionary.
+
+    `config_path` replaces `conf/<command>`. Raises UserError for an unknown name (listing the known ones), an
+    override that does not parse or names an unknown key, and a value that is still missing ("???").
+    """
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    folder = Path(config_path).resolve() if config_path else conf_dir() / command
+    known = sorted(p.stem for p in folder.glob("[!_]*.yaml")) if folder.is_dir() else []
+    if name not in known:
+        raise UserError(f"--config-name {name}: not in {folder}; known: {', '.join(known) or 'none'}")
+    where = f"{folder.name}/{name}.yaml"
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            config = compose(config_name=name, overrides=[_forced(o, folder) for o in overrides])
+        missing = sorted(OmegaConf.missing_keys(config))
+        if missing:
+            raise UserError(f"{where}: {missing[0]} is required; give {missing[0]}=VALUE")
+        values = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{where}: {_one_line(error)}") from error
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def _forced(override: str, folder: Path) -> str:
+    """`k=v` as `++k=v`, so that open mappings (`experts.math=DIR`) take new keys; `build` refuses unknown ones."""
+    key = re.match(r"[\w.\-/@]+(?==)", override)
+    return f"++{override}" if key and not (folder / key.group()).is_dir() else override
+
+
+def _one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", str(error)).strip()
+
+
+def save_resolved(config: Any, path: Path) -> None:
+    """Writes a configuration dataclass as YAML, every default filled in."""
+    import dataclasses
+
+    import yaml
+
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))

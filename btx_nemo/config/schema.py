@@ -1,0 +1,127 @@
+"""What a training run can be told. `conf/train/*.yaml` fill these classes; `build.py` refuses everything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from btx_nemo.families.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutConfig:
+    """How ranks share the model; what is left over is data parallel (DP = ranks / (tp * pp))."""
+
+    tp: int = 1
+    """Tensor-parallel ranks; with more than one, sequence parallelism is on as well."""
+    pp: int = 1
+    """Pipeline stages; divides the number of layers."""
+    ep: int = 1
+    """Expert-parallel ranks, taken from the tp * dp ranks of a pipeline stage; divides the number of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens a run sees."""
+
+    path: str
+    """Folder made by `btx-nemo prepare-data`: one subfolder per domain."""
+    blend: dict[str, float] = field(default_factory=dict)
+    """Weight of each domain in training; normalised, any positive scale. Empty: all domains, equally."""
+    valid: list[str] = field(default_factory=list)
+    """Domains whose validation loss is measured; empty: all in `path`."""
+    seq_length: int = 2048
+    """Tokens per sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule (Branch-Train-MiX, section 4.1, where a run of the paper is meant)."""
+
+    lr: float
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of the decay."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+    decay: str = "cosine"
+    """Shape of the decay after the warm-up: cosine, linear or constant."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay; norms and biases have none."""
+    beta1: float = 0.9
+    """AdamW's first moment."""
+    beta2: float = 0.95
+    """AdamW's second moment."""
+    eps: float = 1e-8
+    """AdamW's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm; 0 for no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Balance loss of the router; the routing rule itself is the model's (`ModelConfig.moe`)."""
+
+    loss: str = "btx"
+    """Balance loss: btx (gate-weighted, Branch-Train-MiX section 3.3) or none."""
+    aux_loss_coeff: float = 0.01
+    """Weight of the balance loss, alpha."""
+    detach_u: bool = False
+    """Treat the gate-weighted load u as a constant, as count-based losses do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, and what is kept."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 for one at the end only (and one when stopped early)."""
+    keep: int = 2
+    """Complete checkpoints kept; older ones are removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run."""
+
+    stage: str
+    """expert (dense, one domain) or mix (a mixture, all domains)."""
+    out: str
+    """Run directory."""
+    init_from: str | None = None
+    """Where the weights come from: a Hugging Face folder, a checkpoint, or a run directory; None starts afresh."""
+    model: ModelConfig | None = None
+    """Architecture of a fresh model; only without `init_from`."""
+    tokenizer: str | None = None
+    """Tokenizer folder that goes along with the checkpoints; default: the one of `init_from` or of the data."""
+    domain: str | None = None
+    """Train on this domain alone (instead of `data.blend`)."""
+    data: DataConfig
+    """Tokens."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Parallel layout."""
+    precision: str = "fp32"
+    """fp32, or bf16 with fp32 main weights in the optimizer."""
+    steps: int
+    """Optimizer steps of the whole run."""
+    micro_batch_size: int
+    """Sequences per forward pass and data-parallel rank."""
+    global_batch_size: int
+    """Sequences per optimizer step, over all ranks."""
+    optim: OptimConfig
+    """Optimizer and schedule."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    """Balance loss, for a mixture."""
+    freeze: list[str] = field(default_factory=list)
+    """Patterns over Megatron parameter names that stay as they are, e.g. "*.mlp.experts.*"; each must match."""
+    eval_every: int = 0
+    """Steps between validations; there is always one before the first step and one after the last."""
+    eval_batches: int = 8
+    """Global batches per domain and validation."""
+    log_every: int = 10
+    """Steps between lines in metrics.jsonl."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Checkpoints."""
+    export: bool = False
+    """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well."""
+    seed: int = 1234
+    """Seed of fresh weights, data order and dropout."""
