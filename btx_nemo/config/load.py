@@ -39,7 +39,7 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(config_name=name, overrides=[_forced(o, folder) for o in overrides])
-        missing = sorted(OmegaConf.missing_keys(config))
+        missing = _missing(OmegaConf.to_container(config))
         if missing:
             raise UserError(f"{where}: {missing[0]} is required; give {missing[0]}=VALUE")
         values = OmegaConf.to_container(config, resolve=True)
@@ -53,6 +53,13 @@ def _forced(override: str, folder: Path) -> str:
     """`k=v` as `++k=v`, so that open mappings (`experts.math=DIR`) take new keys; `build` refuses unknown ones."""
     key = re.match(r"[\w.\-/@]+(?==)", override)
     return f"++{override}" if key and not (folder / key.group()).is_dir() else override
+
+
+def _missing(values: Any, path: str = "") -> list[str]:
+    """Keys that are still "???"."""
+    if isinstance(values, dict):
+        return [m for key, v in values.items() for m in _missing(v, f"{path}.{key}" if path else str(key))]
+    return [path] if values == "???" else []
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,88 @@
+"""ModelConfig -> Megatron's TransformerConfig -> GPTModel, one pipeline stage of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from btx_nemo.config.schema import LayoutConfig, RouterConfig
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.rope import inverse_frequencies
+from btx_nemo.megatron.specs import block_spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32") -> Any:
+    """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mixture: dict[str, Any] = {}
+    if model.moe is not None:
+        mixture = dict(
+            num_moe_experts=model.moe.num_experts,
+            moe_router_topk=model.moe.top_k,
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="none",  # the balance loss is our router's
+            moe_token_dispatcher_type="alltoall",
+            moe_ffn_hidden_size=model.ffn_hidden_size,
+            moe_grouped_gemm=False,
+        )
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=layout.tp > 1,
+        pipeline_dtype=DTYPES[precision],
+        params_dtype=DTYPES[precision],
+        bf16=precision == "bf16",
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        # Fusions that need Apex or CUDA kernels; Megatron's plain torch forms are exact everywhere.
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **mixture,
+    )
+
+
+def build_model(
+    model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32", router: RouterConfig | None = None
+) -> torch.nn.Module:
+    """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from btx_nemo.megatron.platform import device
+
+    config = transformer_config(model, layout, precision=precision)
+    gpt = GPTModel(
+        config,
+        block_spec(model, router or RouterConfig(), model.num_layers // layout.pp),
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_theta,
+        share_embeddings_and_output_weights=model.tie_word_embeddings,
+        pre_process=mpu.is_pipeline_first_stage(),
+        post_process=mpu.is_pipeline_last_stage(),
+    ).to(device())
+    # Megatron knows one fixed set of Llama 3's scaling numbers; the frequencies themselves leave nothing to guess.
+    gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(device())
+    return gpt

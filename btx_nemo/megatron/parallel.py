@@ -1,0 +1,88 @@
+"""Process groups: from the launcher's environment to Megatron's parallel state, and back to nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.errors import UserError
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.megatron.platform import backend, cpu_platform
+
+
+def world_size() -> int:
+    """Ranks that the launcher (torchrun, srun) started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_layout(layout: LayoutConfig, ranks: int, model: ModelConfig) -> None:
+    """Raises UserError, naming both numbers, when the layout fits neither the ranks nor the model."""
+    for name in ("tp", "pp", "ep"):
+        if getattr(layout, name) < 1:
+            raise UserError(f"layout.{name}={getattr(layout, name)}: must be 1 or more")
+    moe = model.moe
+    if layout.ep > 1 and moe is None:
+        raise UserError(f"layout.ep={layout.ep}: the model is dense, it has no experts to spread; set layout.ep=1")
+    divided = [
+        ("tp", layout.tp, "num_attention_heads", model.num_attention_heads),
+        ("tp", layout.tp, "num_query_groups", model.num_query_groups),
+        ("tp", layout.tp, "ffn_hidden_size", model.ffn_hidden_size),
+        ("tp", layout.tp, "vocab_size", model.vocab_size),
+        ("pp", layout.pp, "num_layers", model.num_layers),
+        ("ep", layout.ep, "num_experts", moe.num_experts if moe else layout.ep),
+    ]
+    for name, parts, what, size in divided:
+        if size % parts:
+            raise UserError(f"layout.{name}={parts} does not divide the model's {what}={size}; choose a divisor")
+    if ranks % (layout.tp * layout.pp):
+        raise UserError(
+            f"layout: tp={layout.tp} x pp={layout.pp} does not divide the {ranks} ranks that were started; "
+            f"start a multiple of {layout.tp * layout.pp} (torchrun --nproc-per-node), or lower tp or pp"
+        )
+    if (ranks // layout.pp) % layout.ep:
+        raise UserError(
+            f"layout.ep={layout.ep} does not divide the {ranks // layout.pp} ranks of a pipeline stage; choose a divisor"
+        )
+
+
+@contextlib.contextmanager
+def parallel_state(layout: LayoutConfig, *, seed: int) -> Iterator[None]:
+    """torch.distributed and Megatron's process groups for `layout` while entered, torn down on leaving.
+
+    Reads RANK, WORLD_SIZE and MASTER_* as torchrun sets them; without them this process is the only rank. Joins a
+    torch.distributed that is initialised already, and then leaves it as it was.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cpu_platform())
+        if not dist.is_initialized():
+            _init_distributed()
+            stack.callback(dist.destroy_process_group)
+        from megatron.core import parallel_state as mpu
+        from megatron.core import tensor_parallel
+
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            expert_model_parallel_size=layout.ep,
+            # Experts are spread over ranks, never cut: gloo lacks the uneven gather that cut experts need.
+            expert_tensor_parallel_size=1,
+        )
+        stack.callback(mpu.destroy_model_parallel)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        yield
+
+
+def _init_distributed() -> None:
+    minutes = datetime.timedelta(minutes=int(os.environ.get("BTX_DIST_TIMEOUT_MINUTES", "30")))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "RANK" in os.environ:
+        dist.init_process_group(backend(), timeout=minutes)
+    else:
+        dist.init_process_group(backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=minutes)

@@ -1,0 +1,72 @@
+"""Layer specs: Megatron's own, with our router in them, and the same checkpoint keys from every backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from btx_nemo.config.schema import RouterConfig
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.megatron.compat import has_transformer_engine, supported, with_router
+from btx_nemo.routers import router_class
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """For the local backend: Megatron's WrappedTorchNorm refuses sequence parallelism, which needs only this mark."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises in fp32 and scales in the input's dtype, as the Hugging Face models do."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * x32.to(x.dtype)
+
+
+def block_spec(model: ModelConfig, router: RouterConfig, num_layers: int) -> Any:
+    """TransformerBlockSubmodules for `num_layers` layers of this pipeline stage."""
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer = _transformer_engine_layer(model) if has_transformer_engine() else _local_layer(model)
+    submodules = layer.submodules
+    if model.moe is not None:
+        build_router = functools.partial(router_class(model.moe.router), moe=model.moe, options=router)
+        submodules = dataclasses.replace(submodules, mlp=with_router(submodules.mlp, build_router))
+    layer = dataclasses.replace(layer, submodules=submodules)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_final_norm())
+
+
+def _final_norm() -> Any:
+    if not has_transformer_engine():
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
+
+
+def _local_layer(model: ModelConfig) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    experts = model.moe.num_experts if model.moe else None
+    layer = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    # The norms are named as the Transformer Engine layers name them, which fuse them into the next linear layer
+    # (but for the one before a mixture); so a checkpoint does not depend on the backend that wrote it.
+    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if model.moe is None:
+        keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    submodules = dataclasses.replace(
+        layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map=keys
+    )
+    return dataclasses.replace(layer, submodules=submodules)
+
+
+def _transformer_engine_layer(model: ModelConfig) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as get_spec
+
+    experts = model.moe.num_experts if model.moe else None
+    return get_spec(**supported(get_spec, num_experts=experts, moe_grouped_gemm=experts is not None))
