@@ -94,13 +94,15 @@ def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[s
             raise UserError(f"data.weights: unknown domain {domain!r}; known: {', '.join(known) or 'none'}")
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight) or weight <= 0:
-            raise UserError(f"data.weights.{domain}={weight}: must be a positive number; leave the domain out to skip it")
+            raise UserError(
+                f"data.weights.{domain}={weight}: must be a positive number; leave the domain out to skip it"
+            )
     total = math.fsum(weights.values())
     return {domain: weight / total for domain, weight in weights.items()}
 
 
 class TokenizerInfo:
-    """The three things that Megatron's GPTDataset asks of a tokenizer; it has no pad id, so nothing is taken for padding."""
+    """What Megatron's GPTDataset asks of a tokenizer. It has no pad id: no token of the data is taken for padding."""
 
     def __init__(self, *, vocab_size: int, eod: int | None, sha256: str) -> None:
         self.vocab_size = vocab_size
@@ -187,9 +189,7 @@ def _need_tokens(indexed: IndexedFile, *, seq_length: int) -> None:
         raise UserError(f"{indexed.prefix}.bin: {indexed.num_tokens} tokens are not enough; prepare more text")
 
 
-def _build(
-    split: int, prefixes: list[str], weights: list[float] | None, samples: int | None, **config: Any
-) -> Any:
+def _build(split: int, prefixes: list[str], weights: list[float] | None, samples: int | None, **config: Any) -> Any:
     """One split (0 train, 1 valid) through Megatron's builder."""
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig

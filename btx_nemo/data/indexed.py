@@ -69,7 +69,9 @@ def open_indexed(prefix: Path, *, vocab_size: int | None = None) -> IndexedFile:
     index = _read_index(idx)
     expected, size = index.num_tokens * np.dtype(index.dtype).itemsize, bin_.stat().st_size
     if size != expected:
-        raise UserError(f"{bin_}: {size} bytes where its index needs {expected}; copy it again or run prepare-data again")
+        raise UserError(
+            f"{bin_}: {size} bytes where its index needs {expected}; copy it again or run prepare-data again"
+        )
     if vocab_size is not None:
         _check_ids(bin_, index.dtype, vocab_size)
     return index

@@ -1,8 +1,8 @@
 """Which sample goes into which batch: a pure function of (samples consumed, layout), so that a resumed run and a run at
 another data-parallel size see exactly the same global batches.
 
-Order within a global batch is Megatron's own (`MegatronPretrainingSampler`): microbatch m of data-parallel rank r holds the
-samples `start + (m * dp_size + r) * micro_batch_size ...`, a contiguous slice.
+Order within a global batch is Megatron's own (`MegatronPretrainingSampler`): microbatch m of data-parallel rank r holds
+the samples `start + (m * dp_size + r) * micro_batch_size ...`, a contiguous slice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def num_microbatches(*, global_batch_size: int, micro_batch_size: int, dp_size: 
     per_step = micro_batch_size * dp_size
     if min(global_batch_size, micro_batch_size, dp_size) < 1 or global_batch_size % per_step:
         raise UserError(
-            f"train: global_batch_size={global_batch_size} is not a positive multiple of micro_batch_size={micro_batch_size} "
-            f"x data-parallel size {dp_size}; choose a multiple of {max(1, per_step)}"
+            f"train: global_batch_size={global_batch_size} is not a positive multiple of "
+            f"micro_batch_size={micro_batch_size} x data-parallel size {dp_size}; choose a multiple of {max(1, per_step)}"
         )
     return global_batch_size // per_step
 
@@ -93,10 +93,10 @@ def validation_batches(
 ) -> Iterator[dict[str, Any]]:
     """The same samples each time, from sample 0, each counted once whatever the layout.
 
-    The first `num_samples` samples (all of them when None or when there are fewer) are spread over the ranks. Every rank
-    yields `num_validation_microbatches` microbatches; places that are left over repeat a sample with a loss mask of zero.
-    So the exact mean loss is sum(loss * mask) / sum(mask) over all microbatches **and ranks**; the mask of one single
-    microbatch may be all zero.
+    The first `num_samples` samples (all of them when None or when there are fewer) are spread over the ranks. Every
+    rank yields `num_validation_microbatches` microbatches; places that are left over repeat a sample with a loss mask
+    of zero. So the exact mean loss is sum(loss * mask) / sum(mask) over all microbatches **and ranks**; the mask of
+    one single microbatch may be all zero.
 
     Returns and raises as `batches`.
     """

@@ -1,0 +1,258 @@
+"""`prepare-data`: text files, folders and JSONL -> Megatron `.bin/.idx`, one folder per domain.
+
+out_dir/tokenizer/                  copied, the same for all domains
+out_dir/<domain>/train.{bin,idx}    valid.{bin,idx}    meta.json (written last)
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from btx_nemo.data.encode import Encoded, Job, encode_all
+from btx_nemo.data.progress import byte_progress
+from btx_nemo.data.sources import SPLITS, Source, find_sources, plan_tasks
+from btx_nemo.data.tokenizer import copy_tokenizer, load_encoder, tokenizer_hash
+from btx_nemo.errors import UserError
+
+FORMAT = 1
+"""Version of meta.json."""
+_DOMAIN = re.compile(r"[a-z0-9_-]+")
+_RESERVED = ("tokenizer",)
+
+
+def prepare_data(
+    inputs: Sequence[Path],
+    tokenizer: Path,
+    out_dir: Path,
+    domain: str,
+    *,
+    text_key: str = "text",
+    workers: int | None = None,
+    validation_fraction: float = 0.02,
+    validation_inputs: Sequence[Path] | None = None,
+    append_eod: bool = True,
+    eod_token: str | None = None,
+    pattern: str = "*",
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Tokenise one domain. The result depends on the inputs alone, not on the number of workers.
+
+    Each text file is a document, each line of a `.jsonl` file is one. Text is split into training and validation
+    by file, JSONL by the hash of each document, one single text file near its end. Documents without text are
+    left out.
+
+    Args:
+        inputs: text files, JSONL files, or folders of them (walked in sorted order).
+        tokenizer: folder of a Hugging Face tokenizer, or a tokenizer.json.
+        out_dir: data folder; the domain becomes a sub-folder.
+        domain: name of lower-case letters, digits, `_` and `-`.
+        text_key: key of the text in each JSONL line.
+        workers: processes; default the CPUs that this process may use.
+        validation_fraction: share of validation, between 0 and 1.
+        validation_inputs: inputs of the validation split; nothing is split then.
+        append_eod: end each document with the end-of-document token.
+        eod_token: that token; default the tokenizer's end-of-sequence token.
+        pattern: which files of a folder to take, such as `*.py`.
+        overwrite: replace an existing domain.
+
+    Returns:
+        the content of meta.json.
+
+    Raises:
+        UserError: bad name, missing or unreadable input, no tokens, an empty split, another tokenizer, existing output.
+    """
+    out_dir = Path(out_dir)
+    _check_arguments(domain, workers, validation_fraction, out_dir / domain, overwrite)
+    encoder = load_encoder(tokenizer, eod_token=eod_token)
+    if append_eod and encoder.eod_id is None:
+        raise UserError(f"tokenizer={tokenizer}: no end-of-document token found; set eod_token, or append_eod=false")
+    sources = find_sources(inputs, pattern)
+    validation = _validation_sources(validation_inputs, sources, pattern)
+    job = Job(
+        tokenizer=Path(tokenizer),
+        eod_token=eod_token,
+        append_eod=append_eod,
+        text_key=text_key,
+        validation_fraction=validation_fraction,
+        dtype="uint16" if encoder.vocab_size <= 1 << 16 else "int32",
+    )
+    with _disk_errors(out_dir):
+        out_dir.mkdir(parents=True, exist_ok=True)
+        if (out_dir / "tokenizer").exists():
+            copy_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
+        with _publish(out_dir, domain, overwrite) as scratch:
+            tasks = plan_tasks(sources, validation, validation_fraction)
+            results = encode_all(tasks, job, encoder, workers or default_workers())
+            every = [*sources, *(validation or [])]
+            with byte_progress(f"tokenising {domain}", sum(source.size for source in every)) as advance:
+                counts = _write(scratch, results, job.dtype, advance)
+            _check_counts(counts, inputs, validation_fraction)
+            meta = {
+                "format": FORMAT,
+                "domain": domain,
+                "tokenizer_sha256": tokenizer_hash(tokenizer),
+                "vocab_size": encoder.vocab_size,
+                "eod_id": encoder.eod_id,
+                "append_eod": append_eod,
+                "token_dtype": job.dtype,
+                "validation_fraction": None if validation is not None else validation_fraction,
+                **counts,
+                "sources": [{"path": str(source.path), "bytes": source.size} for source in every],
+            }
+            copy_tokenizer(tokenizer, out_dir / "tokenizer")
+            _write_json(scratch / "meta.json", meta)
+    return meta
+
+
+def default_workers() -> int:
+    """CPUs that this process may use (a Slurm allocation, not the whole node)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _check_arguments(domain: str, workers: int | None, fraction: float, target: Path, overwrite: bool) -> None:
+    if not _DOMAIN.fullmatch(domain) or domain in _RESERVED:
+        raise UserError(
+            f"domain={domain!r}: use lower-case letters, digits, '_' and '-' only, but not {', '.join(_RESERVED)}"
+        )
+    if workers is not None and workers < 1:
+        raise UserError(f"workers={workers}: must be at least 1")
+    if not 0 < fraction < 1:
+        raise UserError(f"validation_fraction={fraction}: must lie between 0 and 1")
+    if target.exists() and not overwrite:
+        raise UserError(f"{target}: exists; choose another name or folder, or pass overwrite=true")
+
+
+def _validation_sources(given: Sequence[Path] | None, train: list[Source], pattern: str) -> list[Source] | None:
+    if given is None:
+        return None
+    sources = find_sources(given, pattern)
+    both = {os.path.realpath(source.path) for source in train} & {os.path.realpath(source.path) for source in sources}
+    if both:
+        raise UserError(f"validation_inputs: {min(both)} is also a training input; take it out of one of them")
+    return sources
+
+
+def _write(scratch: Path, results: Iterable[dict[str, Encoded]], dtype: str, advance: Any) -> dict[str, dict[str, int]]:
+    """Append the documents in order through Megatron's builder; return the counts of each split."""
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builders = {
+        split: IndexedDatasetBuilder(str(scratch / f"{split}.bin"), dtype=getattr(np, dtype)) for split in SPLITS
+    }
+    counts = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
+    for result in results:
+        for split, part in result.items():
+            start = 0
+            for length in part.lengths:
+                builders[split].add_document(part.ids[start : start + length], [length])
+                start += length
+            counts[split]["tokens"] += start
+            counts[split]["documents"] += len(part.lengths)
+            counts[split]["bytes"] += part.num_bytes
+        advance(sum(part.num_bytes for part in result.values()))
+    for split, builder in builders.items():
+        builder.finalize(str(scratch / f"{split}.idx"))
+        _sync(scratch / f"{split}.bin")
+        _sync(scratch / f"{split}.idx")
+    return counts
+
+
+def _check_counts(counts: dict[str, dict[str, int]], inputs: Sequence[Path], fraction: float) -> None:
+    first = f"input={inputs[0]}" + (" ..." if len(inputs) > 1 else "")
+    if not counts["train"]["tokens"] + counts["valid"]["tokens"]:
+        raise UserError(f"{first}: text with no tokens; give files that hold text")
+    for split, name in (("train", "training"), ("valid", "validation")):
+        if not counts[split]["tokens"]:
+            raise UserError(
+                f"{first}: the {name} split is empty at validation_fraction={fraction}; "
+                "give more files or documents, another fraction, or validation_inputs"
+            )
+
+
+@contextmanager
+def _publish(out_dir: Path, domain: str, overwrite: bool) -> Iterator[Path]:
+    """A scratch folder that becomes `out_dir/domain` if the block ends well, and vanishes if it does not."""
+    _remove_abandoned(out_dir, domain)
+    target = out_dir / domain
+    tag = f"{domain}.{socket.gethostname()}.{os.getpid()}"
+    scratch, old = out_dir / f".tmp-{tag}", out_dir / f".old-{tag}"
+    scratch.mkdir()
+    try:
+        yield scratch
+        _sync(scratch)
+        if target.exists():
+            if not overwrite:
+                raise UserError(f"{target}: was made by another run in the meantime")
+            os.rename(target, old)
+        os.rename(scratch, target)
+        _sync(out_dir)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_abandoned(out_dir: Path, domain: str) -> None:
+    """Scratch folders of runs of this host that were killed."""
+    for kind in ("tmp", "old"):
+        for path in out_dir.glob(f".{kind}-{domain}.{socket.gethostname()}.*"):
+            pid = path.name.rpartition(".")[2]
+            if pid.isdigit() and not _alive(int(pid)):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+@contextmanager
+def _disk_errors(out_dir: Path) -> Iterator[None]:
+    """A full disk or a read-only folder is the user's to mend; other OS errors are not explained away."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+            errno.EPERM,
+            errno.EROFS,
+            errno.ENOTDIR,
+            errno.EEXIST,
+        ):
+            raise
+        raise UserError(
+            f"{error.filename or out_dir}: {error.strerror}; free space or choose another folder"
+        ) from error
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
