@@ -1,0 +1,1 @@
+"""Submitting the pipeline to Slurm, or running it on this machine with the same scripts."""
