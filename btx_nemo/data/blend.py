@@ -39,7 +39,13 @@ def load_meta(data_path: Path, domain: str) -> dict[str, Any]:
     if domain not in known:
         raise UserError(f"data_path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
     path = Path(data_path) / domain / META
-    needed = {"vocab_size": int, "eod_id": (int, type(None)), "tokenizer_sha256": str, "train": dict, "valid": dict}
+    needed: dict[str, Any] = {
+        "vocab_size": int,
+        "eod_id": (int, type(None)),
+        "tokenizer_sha256": str,
+        "train": dict,
+        "valid": dict,
+    }
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         whole = all(isinstance(meta[key], kind) for key, kind in needed.items())

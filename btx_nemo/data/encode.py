@@ -78,7 +78,7 @@ def _flush(pending: list[tuple[str, str]], collected: dict[str, _Collector], job
     for (split, text), ids in zip(pending, encoder.encode([text for _, text in pending]), strict=True):
         if not ids:
             continue
-        if job.append_eod:
+        if job.append_eod and encoder.eod_id is not None:
             ids = [*ids, encoder.eod_id]
         part = collected[split]
         part.parts.append(np.array(ids, dtype=job.dtype))

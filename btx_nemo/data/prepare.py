@@ -6,19 +6,16 @@ out_dir/<domain>/train.{bin,idx}    valid.{bin,idx}    meta.json (written last)
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import re
-import shutil
-import socket
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from btx_nemo.data.encode import Encoded, Job, encode_all
 from btx_nemo.data.progress import byte_progress
+from btx_nemo.data.publish import disk_errors, publish, sync, write_json
 from btx_nemo.data.sources import SPLITS, Source, find_sources, plan_tasks
 from btx_nemo.data.tokenizer import copy_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
@@ -85,11 +82,11 @@ def prepare_data(
         validation_fraction=validation_fraction,
         dtype="uint16" if encoder.vocab_size <= 1 << 16 else "int32",
     )
-    with _disk_errors(out_dir):
+    with disk_errors(out_dir):
         out_dir.mkdir(parents=True, exist_ok=True)
         if (out_dir / "tokenizer").exists():
             copy_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
-        with _publish(out_dir, domain, overwrite) as scratch:
+        with publish(out_dir / domain, overwrite=overwrite) as scratch:
             tasks = plan_tasks(sources, validation, validation_fraction)
             results = encode_all(tasks, job, encoder, workers or default_workers())
             every = [*sources, *(validation or [])]
@@ -106,10 +103,10 @@ def prepare_data(
                 "token_dtype": job.dtype,
                 "validation_fraction": None if validation is not None else validation_fraction,
                 **counts,
-                "sources": [{"path": str(source.path), "bytes": source.size} for source in every],
+                "sources": [{"path": _source_name(source.path, out_dir), "bytes": source.size} for source in every],
             }
             copy_tokenizer(tokenizer, out_dir / "tokenizer")
-            _write_json(scratch / "meta.json", meta)
+            write_json(scratch / "meta.json", meta)
     return meta
 
 
@@ -118,6 +115,11 @@ def default_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _source_name(path: Path, out_dir: Path) -> str:
+    """As given, but relative for text that lies in the data folder itself (the demo's), which may be moved."""
+    return path.relative_to(out_dir).as_posix() if path.is_relative_to(out_dir) else str(path)
 
 
 def _check_arguments(domain: str, workers: int | None, fraction: float, target: Path, overwrite: bool) -> None:
@@ -146,7 +148,10 @@ def _validation_sources(given: Sequence[Path] | None, train: list[Source], patte
 def _write(scratch: Path, results: Iterable[dict[str, Encoded]], dtype: str, advance: Any) -> dict[str, dict[str, int]]:
     """Append the documents in order through Megatron's builder; return the counts of each split."""
     import numpy as np
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on a machine without Apex, importing Megatron says so four times
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builders = {
         split: IndexedDatasetBuilder(str(scratch / f"{split}.bin"), dtype=getattr(np, dtype)) for split in SPLITS
@@ -164,8 +169,8 @@ def _write(scratch: Path, results: Iterable[dict[str, Encoded]], dtype: str, adv
         advance(sum(part.num_bytes for part in result.values()))
     for split, builder in builders.items():
         builder.finalize(str(scratch / f"{split}.idx"))
-        _sync(scratch / f"{split}.bin")
-        _sync(scratch / f"{split}.idx")
+        sync(scratch / f"{split}.bin")
+        sync(scratch / f"{split}.idx")
     return counts
 
 
@@ -179,80 +184,3 @@ def _check_counts(counts: dict[str, dict[str, int]], inputs: Sequence[Path], fra
                 f"{first}: the {name} split is empty at validation_fraction={fraction}; "
                 "give more files or documents, another fraction, or validation_inputs"
             )
-
-
-@contextmanager
-def _publish(out_dir: Path, domain: str, overwrite: bool) -> Iterator[Path]:
-    """A scratch folder that becomes `out_dir/domain` if the block ends well, and vanishes if it does not."""
-    _remove_abandoned(out_dir, domain)
-    target = out_dir / domain
-    tag = f"{domain}.{socket.gethostname()}.{os.getpid()}"
-    scratch, old = out_dir / f".tmp-{tag}", out_dir / f".old-{tag}"
-    scratch.mkdir()
-    try:
-        yield scratch
-        _sync(scratch)
-        if target.exists():
-            if not overwrite:
-                raise UserError(f"{target}: was made by another run in the meantime")
-            os.rename(target, old)
-        os.rename(scratch, target)
-        _sync(out_dir)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _remove_abandoned(out_dir: Path, domain: str) -> None:
-    """Scratch folders of runs of this host that were killed."""
-    for kind in ("tmp", "old"):
-        for path in out_dir.glob(f".{kind}-{domain}.{socket.gethostname()}.*"):
-            pid = path.name.rpartition(".")[2]
-            if pid.isdigit() and not _alive(int(pid)):
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-@contextmanager
-def _disk_errors(out_dir: Path) -> Iterator[None]:
-    """A full disk or a read-only folder is the user's to mend; other OS errors are not explained away."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-            errno.EPERM,
-            errno.EROFS,
-            errno.ENOTDIR,
-            errno.EEXIST,
-        ):
-            raise
-        raise UserError(
-            f"{error.filename or out_dir}: {error.strerror}; free space or choose another folder"
-        ) from error
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

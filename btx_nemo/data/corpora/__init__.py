@@ -1,0 +1,1 @@
+"""Text that every Python carries, as documents; one file per demo domain."""
