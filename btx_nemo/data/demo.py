@@ -107,10 +107,13 @@ def demo_splits(limit: int) -> dict[str, tuple[list[Document], list[Document]]]:
 
 
 def _take(documents: Iterable[Document], limit: int) -> list[Document]:
-    """Documents up to `limit` characters; at least two."""
+    """Documents up to `limit` characters, at least two; none longer than a 25th of it: a small set has variety too."""
     taken: list[Document] = []
     total = 0
+    longest = max(2000, limit // 25)
     for name, text in documents:
+        if len(text) > longest:
+            text = text[: text.rfind("\n", 0, longest) + 1] or text[:longest]
         if len(taken) >= 2 and total + len(text) > limit:
             break
         taken.append((name, text))
@@ -178,7 +181,8 @@ def train_tokenizer(corpora: Sequence[list[Document]], folder: Path, vocab_size:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise UserError(
-            f"vocab_size={vocab_size}: the text yields only {tokenizer.get_vocab_size()} tokens; lower it, or raise size"
+            f"vocab_size={vocab_size}: the text yields only {tokenizer.get_vocab_size()} tokens; "
+            "lower it, or raise size"
         )
     _save_tokenizer(tokenizer, folder)
 

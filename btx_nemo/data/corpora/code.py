@@ -26,31 +26,28 @@ def without_docstrings(module: Module) -> str:
     """The source with each docstring removed, or replaced by `pass` where it is the whole body. Still parses."""
     # not splitlines: that also cuts at form feeds, which ast does not count as lines
     lines = [line + "\n" for line in module.source.split("\n")]
-    alone = {id(node.body[0].value) for node in ast.walk(module.tree) if _is_bare(node)}
+    alone = _whole_bodies(module.tree)
     for node in docstring_nodes(module.tree):
         first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-        before, after = (
-            lines[first][: _char(lines[first], node.col_offset)],
-            lines[last][_char_end(lines[last], node) :],
-        )
+        before = lines[first][: _char(lines[first], node.col_offset)]
+        after = lines[last][_char(lines[last], node.end_col_offset or 0) :]
         if before.strip() or after.strip():  # shares its line with other code: leave it
             continue
         lines[first : last + 1] = [before + "pass\n" if id(node) in alone else ""] + [""] * (last - first)
     return re.sub(r"\n{4,}", "\n\n\n", "".join(lines)).strip("\n") + "\n"
 
 
-def _is_bare(node: ast.AST) -> bool:
-    return (
-        isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and len(node.body) == 1
-        and (isinstance(node.body[0], ast.Expr))
-    )
+def _whole_bodies(tree: ast.Module) -> set[int]:
+    """Ids of the nodes that are the only statement of a class or function."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and len(node.body) == 1:
+            only = node.body[0]
+            if isinstance(only, ast.Expr):
+                found.add(id(only.value))
+    return found
 
 
 def _char(line: str, byte_offset: int) -> int:
     """ast counts columns in UTF-8 bytes."""
     return len(line.encode("utf-8")[:byte_offset].decode("utf-8"))
-
-
-def _char_end(line: str, node: ast.Constant) -> int:
-    return _char(line, node.end_col_offset or 0)

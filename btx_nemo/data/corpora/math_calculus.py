@@ -113,8 +113,8 @@ def travel(rng: Random) -> Problem:
     expression = f"{speed} * {hours} + {second} * {more}"
     vehicle = rng.choice(("bus", "train", "car"))
     question = (
-        f"{name} travels by {vehicle} at {speed} km per hour for {hours} hours, then at {second} km per hour for {more} "
-        "hours. How many km is the whole way?"
+        f"{name} travels by {vehicle} at {speed} km per hour for {hours} hours, "
+        f"then at {second} km per hour for {more} hours. How many km is the whole way?"
     )
     steps = (
         f"Distance is speed times time. The first part is {speed} * {hours} = {speed * hours} km, the second is "

@@ -1,4 +1,4 @@
-"""Templates of worked problems. Each draws its numbers from the generator it is given and computes the answer exactly."""
+"""Templates of worked problems: each draws its numbers from the generator it is given, and its answer is exact."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def arithmetic(rng: Random) -> Problem:
     result = product + c if sign == "+" else product - c
     expression = f"{a} * {b} {sign} {c}"
     steps = (
-        f"First multiply. {a} * {tens} = {a * tens} and {a} * {ones} = {a * ones}, so {a} * {b} = {a * tens} + {a * ones} "
-        f"= {product}. Then {product} {sign} {c} = {result}."
+        f"First multiply. {a} * {tens} = {a * tens} and {a} * {ones} = {a * ones}, "
+        f"so {a} * {b} = {a * tens} + {a * ones} = {product}. Then {product} {sign} {c} = {result}."
     )
     question = pick(rng, f"Compute {expression}.", f"What is {expression}?", f"Evaluate {expression}.")
     return Problem(kind="value", question=question, steps=steps, expression=expression, answer=str(result))
@@ -183,7 +183,8 @@ def greatest_divisor(rng: Random) -> Problem:
 
 def prime_factors(rng: Random) -> Problem:
     number = math.prod(rng.choices((2, 2, 2, 3, 3, 5, 7, 11, 13), k=rng.randint(3, 6)))
-    rest, divisor, powers, lines = number, 2, {}, []
+    powers: dict[int, int] = {}
+    rest, divisor, lines = number, 2, []
     while rest > 1:
         while rest % divisor:
             divisor += 1
