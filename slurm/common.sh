@@ -106,7 +106,7 @@ btx_launcher() { # sets RANKS, the command that starts the ranks of one node, an
   MASTER_ADDR=${host%%$'\n'*} MASTER_PORT=$((20000 + job % 10000))
   export MASTER_ADDR MASTER_PORT
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-  STEP=(srun --kill-on-bad-exit=1 --cpu-bind=none)
+  STEP=(srun --kill-on-bad-exit=1)
   EVERY_NODE=("--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1)
   if [[ -z ${BTX_CLI:-} ]]; then
     RANKS=("$PYTHON" -m torch.distributed.run "--nnodes=$nodes" "--nproc-per-node=$nproc" --rdzv-backend=c10d

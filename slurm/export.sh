@@ -26,6 +26,9 @@ btx_check_overrides "in out" "$@"
 btx_setup "$here"
 
 joint=$RUNS/joint out=$RUNS/export
+if [[ $joint/DONE -nt $out && -e $out ]]; then
+  btx_die 2 "$out is older than the training of $joint; remove it and export again"
+fi
 if [[ ! -e $out ]]; then # `export` renames the folder into place when it is whole
   [[ -e $joint/DONE ]] || btx_die 2 "$joint/DONE is missing: the mixture is not trained; run mix.sh first"
   btx_log "export into $out"

@@ -180,8 +180,9 @@ def _sbatch_script(jobs: Sequence[Job], environment: dict[str, str], runs: Path,
     for job in jobs:
         sbatch, *rest = _sbatch_line(job, runs, options)
         waits = [o if ":" not in o else f'"{o}"' for o in _dependency([f"${variable[a]}" for a in job.after])]
-        variable[job.name] = job.name.replace("-", "_")
+        variable[job.name] = f"job{len(variable) + 1}"
         lines.append(f"{variable[job.name]}=$({' '.join([sbatch, *waits, shlex.join(rest)])})")
+        lines.append(f'echo "{job.name} ${variable[job.name]}"')
     return "\n".join(lines)
 
 
