@@ -1,0 +1,118 @@
+"""Output folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from btx_nemo.errors import UserError
+from btx_nemo.plan.table import human_bytes
+
+_counter = itertools.count()
+TEMPORARY = re.compile(r"\..+\.tmp-[^/]+")
+"""Names of folders that are being written, or were when a process died: never a checkpoint."""
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user can still write where `path` is, or will be."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_free_space(out: Path, needed: int) -> None:
+    """Raise UserError when fewer than `needed` bytes are free where `out` will be."""
+    free = free_bytes(Path(os.path.abspath(out)))
+    if free < needed:
+        raise UserError(
+            f"{out}: the result needs {human_bytes(needed)} ({needed} bytes) but {human_bytes(free)} are free; "
+            "free space or choose another place"
+        )
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise UserError when `out` is already there, in whatever form."""
+    if os.path.lexists(out):
+        raise UserError(f"{out}: already exists; choose another output folder or remove it")
+
+
+@contextmanager
+def atomic_dir(out: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """Yield a hidden sibling folder to fill; on success it is synced and renamed to `out`, else removed.
+
+    Leftovers of processes that died while writing the same `out` on this host are removed first.
+    Raises UserError when `out` exists, when it cannot be made, or when the disk has less than `needed_bytes` free.
+    """
+    out = Path(os.path.abspath(out))
+    refuse_existing(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(out)
+        check_free_space(out, needed_bytes)
+        temporary = out.parent / f".{out.name}.tmp-{_host()}-{os.getpid()}-{_started(os.getpid())}-{next(_counter)}"
+        temporary.mkdir()
+    except OSError as error:
+        raise UserError(f"{out}: cannot be made ({error.strerror}); choose a place where you may write") from None
+    try:
+        yield temporary
+        _sync_tree(temporary)
+        refuse_existing(out)
+        os.rename(temporary, out)
+        _sync(out.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+
+
+def _started(pid: int) -> str:
+    """When a process began, in clock ticks since boot: tells a process from a later one with the same number."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rsplit(")", 1)[1].split()[19]
+    except (OSError, IndexError):
+        return "0"
+
+
+def _remove_stale(out: Path) -> None:
+    pattern = re.compile(re.escape(f".{out.name}.tmp-{_host()}-") + r"(\d+)-(\d+)-\d+")
+    for entry in os.scandir(out.parent):
+        match = pattern.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            pid, started = int(match[1]), match[2]
+            if not _alive(pid) or _started(pid) != started:
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(root) / name)
+        _sync(Path(root))

@@ -1,0 +1,85 @@
+"""manifest.json: what made an output folder, from what, and the files it must hold. Written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from btx_nemo import __version__
+from btx_nemo.checkpoints.safetensors import read_json
+from btx_nemo.errors import UserError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+
+def write_manifest(folder: Path, *, kind: str, checksums: bool = False, **facts: Any) -> None:
+    """Write the manifest of a finished folder: `kind` ("mix", "import", "export", "checkpoint"), facts, file sizes.
+
+    `facts` are JSON values: recipe, sources, seed, dropped... With `checksums`, a SHA-256 of every file as well.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST:
+            files[name] = {"size": path.stat().st_size}
+            if checksums:
+                files[name]["sha256"] = file_sha256(path)
+    table = {"manifest_version": VERSION, "tool": "btx_nemo", "tool_version": __version__, "kind": kind, **facts}
+    temporary = folder / f".{MANIFEST}.part"
+    with open(temporary, "w") as stream:
+        json.dump({**table, "files": files}, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.rename(temporary, folder / MANIFEST)
+
+
+def read_manifest(folder: Path, *, checksums: bool = False) -> dict[str, Any]:
+    """Read a folder's manifest and check that its files are there with their sizes.
+
+    Raises UserError when the manifest is missing or damaged, or a file is missing, cut or changed.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise UserError(f"{folder}: no {MANIFEST}, so it was not finished; make it again")
+    table = read_json(path)
+    files = table.get("files")
+    if table.get("manifest_version") != VERSION or not isinstance(files, dict):
+        raise UserError(f"{path}: not a manifest of version {VERSION}; was it written by another version?")
+    for name, facts in files.items():
+        at = folder / name
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            raise UserError(f"{path}: names {name!r}, outside of its folder; damaged")
+        if not at.is_file():
+            raise UserError(f"{at}: missing, but named in {MANIFEST}; copy the folder again")
+        size = at.stat().st_size
+        if size != facts.get("size"):
+            raise UserError(f"{at}: {size} bytes, but {MANIFEST} says {facts.get('size')}; copy the folder again")
+        if checksums and "sha256" in facts and file_sha256(at) != facts["sha256"]:
+            raise UserError(f"{at}: content differs from {MANIFEST}; copy the folder again")
+    return table
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def source_facts(path: Path, layout: Mapping[str, Any]) -> dict[str, Any]:
+    """What identifies a source cheaply: where it is, and a hash over its file sizes, tensor names, shapes and dtypes."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.is_file():
+            digest.update(f"{file.name}\0{file.stat().st_size}\n".encode())
+    for name, info in sorted(layout.items()):
+        digest.update(f"{name}\0{info.shape}\0{info.dtype}\n".encode())
+    return {"path": str(path.resolve()), "tensors": len(layout), "layout_sha256": digest.hexdigest()}

@@ -1,0 +1,128 @@
+"""Hugging Face folders of safetensors: one file, or shards with an index; read lazily by pread."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from btx_nemo.checkpoints.reader import Reader, open_regular, read_box, read_regular
+from btx_nemo.checkpoints.safetensors_header import Header, read_header
+from btx_nemo.errors import UserError
+from btx_nemo.plan.layout import Box, Layout
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+MAX_JSON = 256 << 20
+
+
+class SafetensorsReader(Reader):
+    """The weights of one Hugging Face folder; headers, index and files are checked against each other when opened.
+
+    Raises UserError naming the file and the tensor when anything does not fit.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.headers: dict[str, Header] = {}
+        """File name -> its header."""
+        self._file_of: dict[str, str] = {}
+        self._open()
+        self._layout = {name: self.headers[file].entries[name].info for name, file in self._file_of.items()}
+
+    def _open(self) -> None:
+        if not self.folder.is_dir():
+            raise UserError(f"{self.folder}: no such folder; give a Hugging Face folder with safetensors")
+        present = sorted(os.listdir(self.folder))
+        if INDEX in present:
+            if SINGLE in present:
+                raise UserError(f"{self.folder}: has both {SINGLE} and {INDEX}; remove the one that is not meant")
+            self._open_sharded(present)
+        elif SINGLE in present:
+            self._add(SINGLE, None)
+        else:
+            shards = [name for name in present if SHARD.fullmatch(name)]
+            if shards:
+                raise UserError(f"{self.folder}: has {shards[0]} but no {INDEX}; copy the index as well")
+            old = [name for name in present if name.startswith("pytorch_model")]
+            hint = f"{old[0]} must be saved as safetensors first" if old else f"expected {SINGLE} or {INDEX}"
+            raise UserError(f"{self.folder}: no safetensors weights; {hint}")
+        if not self._file_of:
+            raise UserError(f"{self.folder}: the weights hold no tensor; copy the folder again")
+
+    def _open_sharded(self, present: list[str]) -> None:
+        weight_map = read_index(self.folder / INDEX)
+        files = set(weight_map.values())
+        for name in present:
+            if SHARD.fullmatch(name) and name not in files:
+                raise UserError(f"{self.folder / name}: shard is not named in {INDEX}; remove it or correct the index")
+        for file in sorted(files):
+            if file not in present:
+                tensor = next(name for name, at in weight_map.items() if at == file)
+                raise UserError(f"{self.folder / file}: missing shard, named in {INDEX} for {tensor!r}; copy it again")
+            self._add(file, weight_map)
+        for name, file in weight_map.items():
+            if self._file_of.get(name) != file:
+                raise UserError(f"{self.folder / file}: tensor {name!r} is in {INDEX} but not in the file")
+
+    def _add(self, file: str, weight_map: dict[str, str] | None) -> None:
+        header = read_header(self.folder / file)
+        for name in header.entries:
+            if name in self._file_of:
+                raise UserError(f"{self.folder / file}: tensor {name!r} is also in {self._file_of[name]}; keep one")
+            if weight_map is not None and weight_map.get(name) != file:
+                place = weight_map.get(name)
+                says = f"{INDEX} places it in {place}" if place else f"{INDEX} does not name it"
+                raise UserError(f"{self.folder / file}: holds tensor {name!r} but {says}; correct the index")
+            self._file_of[name] = file
+        self.headers[file] = header
+
+    def layout(self) -> Layout:
+        """Names, shapes and dtypes of all tensors."""
+        return self._layout
+
+    def where(self, name: str) -> str:
+        """The path of the file that holds the tensor."""
+        return str(self.folder / self._file_of[name])
+
+    def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Read one part by pread. The file is opened for each part: no limit on the number of shards."""
+        file = self._file_of[name]
+        entry = self.headers[file].entries[name]
+        path = self.folder / file
+        fd = open_regular(path)
+        try:
+            if os.fstat(fd).st_size != self.headers[file].size:
+                raise UserError(
+                    f"{path}: size changed while it was in use (tensor {name!r}); run again when it is still"
+                )
+            read_box(fd, entry.start, entry.info.shape, box, out, str(path), name)
+        finally:
+            os.close(fd)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The `weight_map` of an index file, checked: tensor names to plain file names of the same folder."""
+    table = read_json(path)
+    weight_map = table.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path}: no weight_map; not an index of safetensors shards")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or file != os.path.basename(file) or "\0" in file:
+            raise UserError(f"{path}: tensor {name!r}: {file!r} is not the name of a file in this folder")
+    return weight_map
+
+
+def read_json(path: Path) -> dict:
+    """A JSON file that holds a table; UserError when it is missing, too large or not such a file."""
+    try:
+        table = json.loads(read_regular(path, MAX_JSON).decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: not valid JSON; copy the file again") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{path}: expected a JSON table")
+    return table

@@ -1,0 +1,87 @@
+"""The small files beside the weights: tokenizer, chat template, generation settings."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from btx_nemo.checkpoints.reader import read_regular
+from btx_nemo.checkpoints.safetensors import read_json
+from btx_nemo.errors import UserError
+
+PATTERNS = (
+    "tokenizer*.json",
+    "tokenizer.model*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.*",
+    "generation_config.json",
+)
+MAX_BYTES = 256 << 20
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Files of a folder that belong to its tokenizer, in order of name."""
+    if not folder.is_dir():
+        return []
+    names = sorted(name for name in os.listdir(folder) if any(fnmatch.fnmatch(name, p) for p in PATTERNS))
+    return [folder / name for name in names]
+
+
+def copy_tokenizer(source: Path, out: Path) -> list[str]:
+    """Copy the tokenizer's files; returns their names. Raises UserError on a file that is not a regular one."""
+    out.mkdir(parents=True, exist_ok=True)
+    files = tokenizer_files(source)
+    for path in files:
+        (out / path.name).write_bytes(read_regular(path, MAX_BYTES))
+    return [path.name for path in files]
+
+
+def vocabulary(folder: Path) -> dict[str, int] | None:
+    """token -> id from tokenizer.json, added tokens included; None without such a file.
+
+    Raises UserError when the file is damaged.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    table = read_json(path)
+    try:
+        vocab = table["model"]["vocab"]
+        if isinstance(vocab, list):  # unigram: [token, score] in order of id
+            ids = {entry[0]: number for number, entry in enumerate(vocab)}
+        else:
+            ids = {str(token): int(number) for token, number in vocab.items()}
+        for token in table.get("added_tokens") or ():
+            ids[token["content"]] = int(token["id"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise UserError(f"{path}: no vocabulary inside; copy the tokenizer again") from None
+    return ids
+
+
+def special_ids(folder: Path) -> dict[str, Any]:
+    """bos, eos and pad token ids as the tokenizer's own files name them; empty without them."""
+    path = folder / "tokenizer_config.json"
+    ids = vocabulary(folder)
+    if ids is None or not path.exists():
+        return {}
+    config = read_json(path)
+    result: dict[str, Any] = {}
+    for kind in ("bos", "eos", "pad"):
+        token = config.get(f"{kind}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        result[f"{kind}_token_id"] = ids.get(content) if isinstance(content, str) else None
+    return result
+
+
+def write_json(path: Path, table: Any) -> None:
+    """Write a small JSON file, indented, in the given order."""
+    path.write_text(json.dumps(table, indent=2) + "\n")

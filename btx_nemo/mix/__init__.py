@@ -1,0 +1,1 @@
+"""Assembling one mixture of experts from dense models that were trained apart."""

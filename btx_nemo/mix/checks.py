@@ -1,0 +1,155 @@
+"""What must hold before a mix begins: checked from settings, headers and tokenizers, before a byte is written."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
+from btx_nemo.errors import UserError
+from btx_nemo.families.source import Source
+from btx_nemo.mix.config import MixConfig
+
+log = logging.getLogger(__name__)
+SAME = {
+    "family": "family",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "max_position_embeddings": "max_position_embeddings",
+}
+"""Settings that all sources must share -> config.json's name of each."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_settings(config: MixConfig) -> None:
+    """Raise UserError when the mix's own settings do not make sense."""
+    if not config.experts:
+        raise UserError("experts: none given; name at least one specialist, e.g. experts.math=DIR")
+    for name in config.experts:
+        if name in ("seed", "generalist") or not name.replace("_", "").replace("-", "").isalnum():
+            raise UserError(f"experts.{name}: not a usable name; take letters, digits, - and _, not seed or generalist")
+    count = len(config.experts) + bool(config.include_seed)
+    if config.top_k < 1:
+        raise UserError(f"top_k={config.top_k} must be at least 1")
+    if config.top_k > count:
+        raise UserError(f"top_k={config.top_k} exceeds the {count} experts; lower top_k or add experts")
+    if not (math.isfinite(config.router_init_std) and config.router_init_std >= 0):
+        raise UserError(f"router_init_std={config.router_init_std} must be zero or a positive number")
+    if config.dtype is not None and config.dtype not in DTYPES:
+        raise UserError(f"dtype={config.dtype}: unknown; known: {', '.join(DTYPES)}")
+    if config.shard_size < 1:
+        raise UserError(f"shard_size={config.shard_size} must be a positive number of bytes")
+    if config.workers is not None and config.workers < 1:
+        raise UserError(f"workers={config.workers} must be at least 1")
+
+
+def check_sources(seed: Source, experts: list[Source]) -> None:
+    """Raise UserError naming the folder and both values where a specialist does not fit the seed."""
+    for source in (seed, *experts):
+        if source.config.moe is not None:
+            raise UserError(f"{source.folder}: is a mixture already; only dense models can be mixed")
+    reference = seed.layout()
+    for expert in experts:
+        for field, shown in SAME.items():
+            mine, theirs = getattr(expert.config, field), getattr(seed.config, field)
+            if mine != theirs:
+                raise UserError(
+                    f"{expert.folder}: {shown}={mine} but the seed {seed.folder} has {theirs}; "
+                    "mix models of one architecture that started from this seed"
+                )
+        for name, info in expert.layout().items():
+            if info.dtype != reference[name].dtype:
+                raise UserError(
+                    f"{expert.folder}: tensor {name!r} is {info.dtype} but the seed's is {reference[name].dtype}; "
+                    "save all models in one dtype"
+                )
+    check_tokenizers(seed, experts)
+
+
+def check_tokenizers(seed: Source, experts: list[Source]) -> None:
+    """Raise UserError naming the first token on which two tokenizers differ, or an id beyond the embedding."""
+    reference = vocabulary(seed.tokenizer)
+    if reference is None and not tokenizer_files(seed.tokenizer):
+        log.warning("%s: no tokenizer; the mixture will have none", seed.folder)
+    if reference and max(reference.values()) >= seed.config.vocab_size:
+        token = max(reference, key=lambda name: reference[name])
+        raise UserError(
+            f"{seed.tokenizer}/tokenizer.json: token {token!r} has id {reference[token]} but the embedding has "
+            f"{seed.config.vocab_size} rows; is it the tokenizer of this model?"
+        )
+    for expert in experts:
+        _compare_vocabularies(seed, expert, reference, vocabulary(expert.tokenizer))
+        _compare_models(seed, expert)
+
+
+def _compare_vocabularies(
+    seed: Source, expert: Source, reference: Mapping[str, int] | None, other: Mapping[str, int] | None
+) -> None:
+    if reference is None or other is None:
+        if (reference is None) != (other is None):
+            log.warning("%s and %s: only one has tokenizer.json; not compared", seed.folder, expert.folder)
+        return
+    if reference == other:
+        return
+    token = next(name for name in sorted({*reference, *other}) if reference.get(name) != other.get(name))
+    raise UserError(
+        f"{expert.tokenizer}/tokenizer.json: token {token!r} is {_shown(other.get(token))} but {_shown(reference.get(token))} "
+        f"in the seed {seed.tokenizer}; specialists must keep the seed's tokenizer"
+    )
+
+
+def _compare_models(seed: Source, expert: Source) -> None:
+    mine, theirs = expert.tokenizer / "tokenizer.model", seed.tokenizer / "tokenizer.model"
+    if mine.is_file() and theirs.is_file() and mine.read_bytes() != theirs.read_bytes():
+        raise UserError(f"{mine}: differs from the seed's {theirs}; specialists must keep the seed's tokenizer")
+
+
+def _shown(number: int | None) -> str:
+    return "missing" if number is None else f"id {number}"
+
+
+def warn_equal_to_seed(seed: Source, experts: list[Source]) -> list[str]:
+    """Names of the specialists whose first and last feed-forward blocks are bit-equal to the seed's, with a warning."""
+    equal = []
+    layers = sorted({0, seed.config.num_layers - 1})
+    for expert in experts:
+        if all(torch.equal(_sample(seed, layer), _sample(expert, layer)) for layer in layers):
+            log.warning("%s: expert %s looks bit-equal to the seed; was it trained?", expert.folder, expert.name)
+            equal.append(expert.name)
+    return equal
+
+
+def _sample(source: Source, layer: int) -> torch.Tensor:
+    from btx_nemo.plan.execute import evaluate
+
+    name = f"model.layers.{layer}.mlp.down_proj.weight"
+    info = source.layout()[name]
+    box = ((0, min(64, info.shape[0])), (0, info.shape[1]))
+    return evaluate(source.table[name], {source.name: source.reader}, info, name, 0, box)
+
+
+def facts(config: MixConfig) -> dict[str, Any]:
+    """The recipe and its settings, for the manifest."""
+    return {
+        "recipe": config.recipe,
+        "include_seed": config.include_seed,
+        "top_k": config.top_k,
+        "router_init_std": config.router_init_std,
+        "seed": config.rng_seed,
+        "dtype": config.dtype,
+        "experts": {name: str(Path(path)) for name, path in config.experts.items()},
+    }

@@ -1,0 +1,97 @@
+"""Running a mix: open, check, plan, then stream into a Hugging Face folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
+from btx_nemo.checkpoints.manifest import source_facts, write_manifest
+from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
+from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, write_json
+from btx_nemo.families.base import hf_config
+from btx_nemo.families.source import Source, check_tied, open_source
+from btx_nemo.mix import checks
+from btx_nemo.mix.config import MixConfig
+from btx_nemo.mix.recipes.base import Ingredients, Mixture, get_recipe
+from btx_nemo.plan.execute import default_workers, execute
+from btx_nemo.plan.expr import substitute
+from btx_nemo.plan.plan import Job, Plan
+from btx_nemo.plan.progress import byte_progress
+from btx_nemo.plan.table import print_plan
+
+SEED = "seed"
+OVERHEAD_BYTES = 64 << 20
+"""Room for headers, tokenizer and the file system's own needs, when free space is checked."""
+
+
+def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
+    """Mix `config.experts` and `config.seed` into `config.out`; with `dry_run`, print the plan and read no tensor.
+
+    Raises UserError, before anything is written where it can be known before, and leaves nothing behind.
+    """
+    checks.check_settings(config)
+    recipe = get_recipe(config.recipe)
+    refuse_existing(Path(config.out))
+    seed = open_source(config.seed, SEED)
+    experts = [open_source(folder, name) for name, folder in config.experts.items()]
+    checks.check_sources(seed, experts)
+    mixture = recipe(
+        Ingredients(
+            layouts={source.name: source.layout() for source in (seed, *experts)},
+            seed=SEED,
+            experts=tuple(config.experts),
+            model=seed.config,
+            include_seed=config.include_seed,
+            top_k=config.top_k,
+            router_init_std=config.router_init_std,
+            dtype=config.dtype,
+        )
+    )
+    mixture.plan.check()
+    plan = lower(mixture.plan, [seed, *experts])
+    plan.check()
+    workers = config.workers or default_workers()
+    if dry_run:
+        print_plan(plan, workers)
+        return
+    for source in (seed, *experts):
+        check_tied(source)
+    checks.warn_equal_to_seed(seed, experts)
+    _write(config, mixture, plan, seed, experts, workers)
+
+
+def lower(plan: Plan, sources: list[Source]) -> Plan:
+    """The plan over what the sources store instead of over their Hugging Face names."""
+    jobs = plan.jobs
+    for source in sources:
+        jobs = tuple(Job(job.target, job.info, substitute(job.expr, source.name, source.table)) for job in jobs)
+    dropped = {}
+    for source in sources:
+        unused = {reason for (name, _), reason in plan.dropped.items() if name == source.name}
+        for tensor in source.reader.layout() if unused else ():
+            dropped[source.name, tensor] = next(iter(unused))
+        for tensor, reason in source.dropped.items():
+            dropped[source.name, tensor] = reason
+    return Plan(jobs, {source.name: source.reader.layout() for source in sources}, dropped)
+
+
+def _write(config: MixConfig, mixture: Mixture, plan: Plan, seed: Source, experts: list[Source], workers: int) -> None:
+    targets = {job.target: job.info for job in plan.jobs}
+    readers = {source.name: source.reader for source in (seed, *experts)}
+    with atomic_dir(config.out, plan.nbytes + OVERHEAD_BYTES) as folder:
+        sink = SafetensorsSink(folder, targets, config.shard_size)
+        try:
+            with byte_progress(plan.nbytes, "mix") as advance:
+                execute(plan, readers, sink, seed=config.rng_seed, workers=workers, progress=advance)
+            sink.close()
+        finally:
+            sink.abort()
+        copy_tokenizer(seed.tokenizer, folder)
+        write_json(folder / "config.json", hf_config(mixture.model, config.dtype or seed.dtype, seed.base))
+        write_manifest(
+            folder,
+            kind="mix",
+            **checks.facts(config),
+            sources={source.name: source_facts(source.folder, source.layout()) for source in (seed, *experts)},
+            dropped={f"{source}:{tensor}": reason for (source, tensor), reason in plan.dropped.items()},
+        )

@@ -1,0 +1,57 @@
+"""Progress in bytes, on stderr: a bar on a terminal, a line every tenth elsewhere, nothing for quick work."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from btx_nemo.plan.table import human_bytes
+
+
+@contextmanager
+def byte_progress(total: int, label: str) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(bytes)`, safe to call from several threads."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(label, total=total)
+            yield lambda count: bar.advance(task, count)
+        return
+    yield _sparse_lines(total, label)
+
+
+def _sparse_lines(total: int, label: str) -> Callable[[int], None]:
+    lock = threading.Lock()
+    begun = time.monotonic()
+    state = {"done": 0, "tenth": 0}
+
+    def advance(count: int) -> None:
+        with lock:
+            state["done"] += count
+            tenth = 10 * state["done"] // max(total, 1)
+            elapsed = time.monotonic() - begun
+            if tenth > state["tenth"] and elapsed > 2:
+                state["tenth"] = tenth
+                rate = state["done"] / elapsed
+                left = (total - state["done"]) / rate
+                print(
+                    f"{label}: {human_bytes(state['done'])} of {human_bytes(total)}, {human_bytes(int(rate))}/s, "
+                    f"{left:.0f} s left",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    return advance
