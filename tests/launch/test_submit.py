@@ -1,0 +1,190 @@
+"""`submit`: the printed script against a golden one, what is skipped, what is refused, and the run without Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
+from btx_nemo.launch import submit as module
+from btx_nemo.launch.submit import plan, scripts_dir, submit
+
+REPO = Path(__file__).resolve().parents[2]
+FAKE = REPO / "tests" / "slurm" / "fake_btx.py"
+
+GOLDEN = """\
+set -e
+export BTX_RUNS='{runs}'
+export BTX_PYTHON=/opt/python
+mkdir -p '{runs}/logs'
+job1=$(sbatch --parsable --export=ALL --job-name=btx-expert-math '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
+{slurm}/train_expert.sh math steps=10 'note=it'"'"'s $(x)')
+echo "btx-expert-math $job1"
+job2=$(sbatch --parsable --export=ALL --job-name=btx-expert-code-py '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
+{slurm}/train_expert.sh code-py steps=10 'note=it'"'"'s $(x)')
+echo "btx-expert-code-py $job2"
+job3=$(sbatch "--dependency=afterok:$job1:$job2" --kill-on-invalid-dep=yes --parsable --export=ALL \
+--job-name=btx-mix '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
+{slurm}/mix.sh math code-py -- 'note=it'"'"'s $(x)' layout.ep=2)
+echo "btx-mix $job3"
+job4=$(sbatch "--dependency=afterok:$job3" --kill-on-invalid-dep=yes --parsable --export=ALL \
+--job-name=btx-export '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
+{slurm}/export.sh)
+echo "btx-export $job4"
+"""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runs folder with a seed and a space in its name, the stand-in for the command, and no sbatch on PATH."""
+    for name in [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "BTX_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("BTX_CLI", str(FAKE))
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    folder = tmp_path / "my runs"
+    (folder / "seed").mkdir(parents=True)
+    return folder
+
+
+def finish(run: Path) -> None:
+    run.mkdir(parents=True)
+    (run / "DONE").touch()
+
+
+def test_printed_script_is_the_golden_one(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setenv("BTX_PYTHON", "/opt/python")
+    overrides = ["expert:steps=10", "note=it's $(x)", "mix:layout.ep=2"]
+    submit(
+        ["math", "code-py"], sbatch_options=["--time=12:00:00"], overrides=overrides, runs_dir=runs, dry_run=True
+    )
+    assert capsys.readouterr().out == GOLDEN.format(runs=runs, slurm=REPO / "slurm")
+    assert [p.name for p in runs.iterdir()] == ["seed"]
+
+
+def test_what_is_done_is_left_out(runs: Path) -> None:
+    def names() -> list[str]:
+        return [f"{job.name}<{','.join(job.after)}" for job in plan(["math", "code"], runs=runs, scripts=scripts_dir())]
+
+    finish(runs / "expert-math")
+    assert names() == ["btx-expert-code<", "btx-mix<btx-expert-code", "btx-export<btx-mix"]
+    finish(runs / "expert-code")
+    assert names() == ["btx-mix<", "btx-export<btx-mix"]
+    finish(runs / "joint")
+    assert names() == ["btx-export<"]
+    (runs / "export").mkdir()
+    assert names() == []
+
+
+@pytest.mark.parametrize("domain", ["a/b", "a b", "$(touch x)", "", "-x", "A", "ä", "a\n", "3d"])
+def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
+    with pytest.raises(UserError, match="rename the domain"):
+        submit(["math", domain], runs_dir=runs)
+
+
+def test_no_domain_a_repeated_one_and_missing_scripts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no domain"):
+        submit([], runs_dir=runs)
+    with pytest.raises(UserError, match="named twice"):
+        submit(["math", "math"], runs_dir=runs)
+    monkeypatch.setattr(module, "__file__", str(runs / "a" / "b" / "c.py"))
+    with pytest.raises(EnvironmentLacks, match="install btx-nemo again"):
+        submit(["math"], runs_dir=runs)
+
+
+def test_whole_pipeline_here_and_again(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    submit(["math", "code"], runs_dir=runs)
+    assert json.loads((runs / "export" / "config.json").read_text())["in"] == f"{runs}/joint"
+    mix = json.loads((runs / "mix" / "config.json").read_text())
+    assert (mix["experts.math"], mix["experts.code"]) == (f"{runs}/expert-math/hf", f"{runs}/expert-code/hf")
+    capfd.readouterr()
+    submit(["math", "code"], runs_dir=runs)
+    assert "nothing to do" in capfd.readouterr().out
+    assert len((runs / "joint" / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_failing_script_is_named_and_ends_it(runs: Path) -> None:
+    with pytest.raises(BtxError, match=r"btx-expert-math: .*train_expert\.sh ended with status 1"):
+        submit(["math", "code"], overrides=["expert:fail=true"], runs_dir=runs)
+    assert not (runs / "expert-code").exists()
+
+
+def test_a_mix_of_other_domains_is_not_taken_for_this_one(runs: Path) -> None:
+    submit(["math"], runs_dir=runs)
+    finish(runs / "expert-code")
+    (runs / "expert-code" / "hf").mkdir()
+    result = subprocess.run(
+        ["bash", str(REPO / "slurm" / "mix.sh"), "math", "code"],
+        env={**os.environ, "BTX_RUNS": str(runs)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "holds a mix of 'math', not of 'math code'" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_saves_and_the_same_command_resumes(runs: Path, number: signal.Signals) -> None:
+    command = ["bash", str(REPO / "slurm" / "train_expert.sh"), "math", "steps=40"]
+    environment = {**os.environ, "BTX_RUNS": str(runs)}
+    process = subprocess.Popen(command, env=environment)
+    latest = runs / "expert-math" / "latest"
+    end = time.monotonic() + 20
+    while not latest.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == Stopped.exit_code
+    assert subprocess.run(command, env=environment, timeout=20).returncode == 0
+    first, second = (json.loads(s) for s in (runs / "expert-math" / "starts.jsonl").read_text().splitlines())
+    assert first["stop"] == [signal.SIGTERM] and second["first"] > 0
+
+
+def test_a_term_of_submit_reaches_the_ranks(runs: Path) -> None:
+    code = f"from btx_nemo.launch.submit import submit; submit(['math'], runs_dir={str(runs)!r}, local=True,"
+    code += " overrides=['steps=400'])"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
+    latest = runs / "expert-math" / "latest"
+    end = time.monotonic() + 20
+    while not latest.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    process.terminate()
+    _, stderr = process.communicate(timeout=20)
+    assert "Stopped: submit: btx-expert-math" in stderr
+    assert not (runs / "expert-math" / "DONE").exists()
+
+
+HOSTILE = "a[$(touch hacked)]"
+
+
+@pytest.mark.parametrize(
+    "variable", ["BTX_NPROC", "BTX_MAX_RESTARTS", "SLURM_RESTART_COUNT", "BTX_CLI", "BTX_RUNS", "BTX_CONFIG"]
+)
+def test_nothing_of_the_environment_is_evaluated(variable: str, runs: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "BTX_RUNS": str(runs), variable: HOSTILE}
+    subprocess.run(["bash", str(REPO / "slurm" / "train_expert.sh"), "math"], env=environment, cwd=tmp_path)
+    assert not list(tmp_path.rglob("hacked"))
+
+
+@pytest.mark.parametrize("override", ["out=/x", "+domain=y", "++out=z"])
+def test_a_script_keeps_its_own_folders(override: str, runs: Path, tmp_path: Path) -> None:
+    command = ["bash", str(REPO / "slurm" / "train_expert.sh"), "math", override]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and "BTX_RUNS" in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
+def test_shellcheck_has_nothing_to_say() -> None:
+    scripts = [*(REPO / "slurm").glob("*.sh"), *(REPO / "tests").rglob("*.sh")]
+    result = subprocess.run(["shellcheck", "-x", *map(str, scripts)], cwd=REPO, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
