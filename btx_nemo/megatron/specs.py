@@ -69,4 +69,4 @@ def _transformer_engine_layer(model: ModelConfig) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as get_spec
 
     experts = model.moe.num_experts if model.moe else None
-    return get_spec(**supported(get_spec, num_experts=experts, moe_grouped_gemm=experts is not None))
+    return get_spec(**supported(get_spec, num_experts=experts, moe_grouped_gemm=False))

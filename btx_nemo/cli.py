@@ -1,0 +1,226 @@
+"""The command line: one function per command, errors in one line, exit codes that scripts can trust.
+
+0 done; 1 a check said no; 2 the user's input is wrong; 3 the environment lacks something; 75 stopped early, resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from btx_nemo import __version__
+from btx_nemo.errors import BtxError, UserError
+
+_CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    try:
+        parsed.run(parsed)
+        sys.stdout.flush()
+    except BtxError as error:
+        if parsed.debug:
+            raise
+        print(f"btx-nemo {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print(f"btx-nemo {parsed.command}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="btx-nemo",
+        description="Dense language models trained apart, made into one mixture of experts, on Megatron-Core.",
+        epilog="The whole way, small, on this machine: btx-nemo demo. Exit codes: 0 done, 1 a check said no, 2 wrong "
+        "input, 3 something is not installed, 75 stopped early (run again to resume).",
+    )
+    parser.add_argument("--version", action="version", version=f"btx-nemo {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("--debug", action="store_true", help="show a traceback where an error ends the command")
+        sub.set_defaults(run=run)
+        return sub
+
+    command("doctor", _doctor, "What this installation can do, and what each missing part costs.")
+    _add_prepare_data(command)
+    for name, run, text, where in (
+        ("train", _train, "Train a dense specialist or a mixture.", ("train", "config/schema.py")),
+        ("mix", _mix, "Assemble dense models into a mixture of experts.", ("mix", "mix/config.py")),
+    ):
+        sub = command(name, run, text)
+        sub.add_argument("--config-name", required=True, help=f"a file of conf/{name}, without .yaml")
+        sub.add_argument("--config-path", help=f"a folder instead of conf/{name}")
+        if name == "mix":
+            sub.add_argument("--dry-run", action="store_true", help="print the plan and read no tensor")
+        sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(*where))
+    for name, run, text in (
+        ("import", _import, "Hugging Face folder -> Megatron distributed checkpoint: in=HF out=DIR"),
+        ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
+    ):
+        sub = command(name, run, text)
+        sub.add_argument("assignments", nargs="+", metavar="in=DIR out=DIR")
+    sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
+    sub.add_argument("folder", type=Path)
+    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub = command("verify", _verify, "Compare two checkpoints' logits on the same tokens; exit 1 when they differ.")
+    sub.add_argument("a", type=Path, help="Hugging Face folder, checkpoint or run directory")
+    sub.add_argument("b", type=Path, help="the same")
+    sub.add_argument("--tolerance", type=float, default=1e-4, help="largest absolute difference (default 1e-4)")
+    _add_submit(command)
+    sub = command("demo", _demo, "The whole pipeline, small, on this machine, with real text.")
+    sub.add_argument("--out", type=Path, default=Path("runs"), help="folder for all it makes (default: runs)")
+    sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
+    sub.add_argument("--until", default="report", help="stop after this step: data, seed, experts, mix, joint, export")
+    return parser
+
+
+def _add_prepare_data(command: Callable) -> None:
+    sub = command("prepare-data", _prepare_data, "Text or JSONL, with a tokenizer -> Megatron's .bin and .idx.")
+    sub.add_argument("inputs", nargs="*", type=Path, help="text files, JSONL files, or folders of them")
+    sub.add_argument("--domain", help="name of the domain, e.g. math")
+    sub.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
+    sub.add_argument("--out", type=Path, required=True, help="data folder; domains are its subfolders")
+    sub.add_argument("--text-key", default="text", help="JSONL key that holds the text (default: text)")
+    sub.add_argument("--validation-fraction", type=float, default=0.05, help="share held out (default: 0.05)")
+    sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    sub.add_argument("--overwrite", action="store_true", help="replace the domain if it is there")
+    sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
+
+
+def _add_submit(command: Callable) -> None:
+    sub = command("submit", _submit, "Experts in parallel, then mix, then export: as Slurm jobs, or here without Slurm.")
+    sub.add_argument("domains", nargs="+", help="one expert each")
+    sub.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default: runs)")
+    sub.add_argument("--dry-run", action="store_true", help="print the sbatch lines and submit nothing")
+    sub.add_argument("--local", action="store_true", help="run here, one after the other, even where Slurm is")
+    sub.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="e.g. --sbatch=--partition=gpu")
+
+
+def _assignments(arguments: argparse.Namespace) -> dict[str, str]:
+    values = dict(a.split("=", 1) for a in arguments.assignments if "=" in a)
+    unknown = sorted(set(values) - {"in", "out"}) + [a for a in arguments.assignments if "=" not in a]
+    if unknown or set(values) != {"in", "out"}:
+        raise UserError(f"expected in=DIR out=DIR, got {' '.join(arguments.assignments)}")
+    return values
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from btx_nemo.config.build import build
+    from btx_nemo.config.load import load
+    from btx_nemo.config.schema import TrainConfig
+
+    values = load("train", arguments.config_name, arguments.overrides, arguments.config_path)
+    config = build(TrainConfig, values, where=f"train/{arguments.config_name}.yaml")
+    from btx_nemo.train.run import train
+
+    train(config)
+
+
+def _mix(arguments: argparse.Namespace) -> None:
+    from btx_nemo.config.build import build
+    from btx_nemo.config.load import load
+    from btx_nemo.mix.config import MixConfig
+    from btx_nemo.mix.run import run_mix
+
+    values = load("mix", arguments.config_name, arguments.overrides, arguments.config_path)
+    run_mix(build(MixConfig, values, where=f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
+
+
+def _prepare_data(arguments: argparse.Namespace) -> None:
+    if arguments.demo:
+        from btx_nemo.data.demo import build_demo_data
+
+        build_demo_data(arguments.out, workers=arguments.workers)
+        return
+    missing = [name for name in ("inputs", "domain", "tokenizer") if not getattr(arguments, name)]
+    if missing:
+        raise UserError(f"{missing[0]}: required, unless --demo")
+    from btx_nemo.data.prepare import prepare_data
+
+    prepare_data(
+        arguments.inputs,
+        arguments.tokenizer,
+        arguments.out,
+        arguments.domain,
+        text_key=arguments.text_key,
+        workers=arguments.workers,
+        validation_fraction=arguments.validation_fraction,
+        overwrite=arguments.overwrite,
+    )
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    from btx_nemo.convert.to_megatron import import_hf
+
+    values = _assignments(arguments)
+    import_hf(Path(values["in"]), Path(values["out"]))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from btx_nemo.convert.to_hf import export_hf
+
+    values = _assignments(arguments)
+    export_hf(Path(values["in"]), Path(values["out"]))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    import json
+
+    from btx_nemo.checkpoints.inspect import inspect_checkpoint, print_inspection
+
+    facts: dict[str, Any] = inspect_checkpoint(arguments.folder)
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print_inspection(facts)
+
+
+def _verify(arguments: argparse.Namespace) -> None:
+    from btx_nemo.convert.verify import verify
+
+    verify(arguments.a, arguments.b, tolerance=arguments.tolerance)
+
+
+def _submit(arguments: argparse.Namespace) -> None:
+    from btx_nemo.launch.submit import SubmitCommand, submit_command
+
+    domains, overrides = arguments.domains, []
+    if "--" in sys.argv:
+        overrides = sys.argv[sys.argv.index("--") + 1 :]
+        domains = domains[: len(domains) - len(overrides)]
+    submit_command(
+        SubmitCommand(
+            domains=domains,
+            runs=arguments.runs,
+            dry_run=arguments.dry_run,
+            local=arguments.local,
+            sbatch=arguments.sbatch,
+            overrides=overrides,
+        )
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    from btx_nemo.doctor import doctor
+
+    doctor()
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from btx_nemo.demo.run import demo
+
+    demo(arguments.out, size=arguments.size, until=arguments.until)

@@ -1,0 +1,130 @@
+"""All that can be checked before a run builds anything, so that a mistake costs seconds and not a queue."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from btx_nemo.checkpoints.atomic import write_file
+from btx_nemo.config.schema import TrainConfig
+from btx_nemo.data.blend import check_data, list_domains
+from btx_nemo.data.sampler import num_microbatches
+from btx_nemo.errors import UserError
+from btx_nemo.megatron.model import DTYPES
+from btx_nemo.megatron.parallel import check_layout, world_size
+from btx_nemo.routers import check_router
+from btx_nemo.train.optimizer import check_optim
+from btx_nemo.train.source import ModelSource, fresh_source, open_source
+
+MAY_CHANGE = ("layout", "micro_batch_size", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out")
+"""Keys that a resumed run may change: none of them changes what is computed."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start."""
+
+    out: Path
+    source: ModelSource
+    tokenizer: Path | None
+    """Folder with the tokenizer's files, which go along with every checkpoint."""
+
+
+def prepare(config: TrainConfig) -> Prepared:
+    """Checks the whole configuration against the model, the data, the ranks and the run directory."""
+    if config.stage not in ("expert", "mix"):
+        raise UserError(f"stage={config.stage}: unknown; known: expert, mix")
+    if config.precision not in DTYPES:
+        raise UserError(f"precision={config.precision}: unknown; known: {', '.join(DTYPES)}")
+    for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
+        if getattr(config, name) < 1:
+            raise UserError(f"{name}={getattr(config, name)}: must be 1 or more")
+    if config.steps < 0:
+        raise UserError(f"steps={config.steps}: must not be negative")
+    check_optim(config)
+    source = _source(config)
+    _check_stage(config, source)
+    ranks = world_size()
+    check_layout(config.layout, ranks, source.model)
+    dp_size = ranks // (config.layout.tp * config.layout.pp)
+    num_microbatches(
+        global_batch_size=config.global_batch_size, micro_batch_size=config.micro_batch_size, dp_size=dp_size
+    )
+    _check_tokens(config, source)
+    out = Path(config.out)
+    _check_out(out, config)
+    return Prepared(out=out, source=source, tokenizer=_tokenizer(config, source))
+
+
+def _source(config: TrainConfig) -> ModelSource:
+    if (config.init_from is None) == (config.model is None):
+        raise UserError("init_from and model: give one of them, the weights to start from or a fresh architecture")
+    return open_source(Path(config.init_from)) if config.init_from else fresh_source(config.model)
+
+
+def _check_stage(config: TrainConfig, source: ModelSource) -> None:
+    moe = source.model.moe
+    if config.stage == "expert" and moe is not None:
+        raise UserError(f"stage=expert trains a dense model, but {config.init_from} has {moe.num_experts} experts")
+    if config.stage == "mix" and moe is None:
+        raise UserError(f"stage=mix trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix")
+    if moe is not None:
+        check_router(moe.router, config.router.loss)
+        if not 1 <= moe.top_k <= moe.num_experts:
+            raise UserError(f"moe.top_k={moe.top_k}: must lie between 1 and the {moe.num_experts} experts")
+
+
+def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
+    path, data = Path(config.data.path), config.data
+    if not path.is_dir():
+        raise UserError(
+            f"data.path={path}: no such folder; prepare one with btx-nemo prepare-data (or --demo), or set BTX_DATA"
+        )
+    domains = list_domains(path)
+    wanted = [config.domain] if config.domain else list(data.blend)
+    check_data(path, [*wanted, *data.valid] or domains, source.model.vocab_size)
+    if not 1 < data.seq_length <= source.model.max_position_embeddings:
+        raise UserError(
+            f"data.seq_length={data.seq_length}: must lie between 2 and the model's "
+            f"max_position_embeddings={source.model.max_position_embeddings}"
+        )
+    if data.seq_length % config.layout.tp:
+        raise UserError(f"data.seq_length={data.seq_length}: sequence parallelism needs a multiple of tp")
+
+
+def _check_out(out: Path, config: TrainConfig) -> None:
+    """A new folder, or the one of this very run."""
+    if not out.exists():
+        return
+    resolved = out / "resolved.yaml"
+    if not out.is_dir() or (not resolved.exists() and any(out.iterdir())):
+        raise UserError(f"out={out}: exists and is no run directory; choose another")
+    if not resolved.exists():
+        return
+    before: dict[str, Any] = yaml.safe_load(resolved.read_text()) or {}
+    for key, value in dataclasses.asdict(config).items():
+        if key not in MAY_CHANGE and key in before and before[key] != value:
+            raise UserError(
+                f"out={out}: was started with {key}={before[key]}, now {key}={value}; "
+                "resume with the old value, or choose another out"
+            )
+
+
+def _tokenizer(config: TrainConfig, source: ModelSource) -> Path | None:
+    candidates = [Path(config.tokenizer)] if config.tokenizer else [source.tokenizer, Path(config.data.path) / "tokenizer"]
+    for folder in candidates:
+        if folder is not None and (folder / "tokenizer_config.json").exists():
+            return folder
+    if config.tokenizer:
+        raise UserError(f"tokenizer={config.tokenizer}: no tokenizer_config.json there; give a tokenizer's folder")
+    return None
+
+
+def mark_done(out: Path, checkpoint: Path, step: int) -> None:
+    """Writes `out`/DONE, the last thing a run does."""
+    write_file(out / "DONE", json.dumps({"step": step, "checkpoint": str(checkpoint.relative_to(out))}) + "\n")

@@ -1,0 +1,181 @@
+"""A training run from its configuration to DONE: build, resume, train, validate, save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from btx_nemo.config.load import save_resolved
+from btx_nemo.config.schema import TrainConfig
+from btx_nemo.data.blend import build_datasets, list_domains
+from btx_nemo.data.sampler import batches, num_microbatches, num_validation_microbatches, validation_batches
+from btx_nemo.errors import Stopped
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.megatron.parallel import parallel_state
+from btx_nemo.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
+from btx_nemo.train.prepare import Prepared, prepare
+from btx_nemo.train.routing import collect_routing, reset_routing, separate_routing
+from btx_nemo.train.setup import build_trainee
+from btx_nemo.train.signals import StopRequest
+from btx_nemo.train.step import Trainee, mean_validation_loss, train_step
+
+
+def train(config: TrainConfig) -> None:
+    """Runs, or resumes, the training run that `config` describes; nothing to do where `out`/DONE is.
+
+    Raises UserError before anything is built when the configuration cannot work, and Stopped (exit code 75) after a
+    checkpoint when SIGTERM or SIGUSR1 asked for it.
+    """
+    prepared = prepare(config)
+    if (prepared.out / "DONE").exists():
+        print(f"{prepared.out}: done already (remove the folder to train again)")
+        return
+    with parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
+        _Run(config, prepared, stop).go()
+
+
+class _Run:
+    """The state of one run on one rank."""
+
+    def __init__(self, config: TrainConfig, prepared: Prepared, stop: StopRequest):
+        from megatron.core import parallel_state as mpu
+
+        self.config, self.prepared, self.stop = config, prepared, stop
+        self.model: ModelConfig = prepared.source.model
+        self.out = prepared.out
+        self._load_text = ""
+        self.first = dist.get_rank() == 0
+        self.dp = {"dp_rank": mpu.get_data_parallel_rank(), "dp_size": mpu.get_data_parallel_world_size()}
+        self.batch = {"micro_batch_size": config.micro_batch_size}
+        self.microbatches = num_microbatches(
+            global_batch_size=config.global_batch_size, dp_size=self.dp["dp_size"], **self.batch
+        )
+        self.sizes = {"micro_batch_size": config.micro_batch_size, "seq_length": config.data.seq_length}
+        if self.first:
+            self.out.mkdir(parents=True, exist_ok=True)
+            save_resolved(config, self.out / "resolved.yaml")
+        dist.barrier()
+
+    def go(self) -> None:
+        """All of it."""
+        train_set, self.valid_sets = self._datasets()
+        self.trainee = build_trainee(self.config, self.prepared.source)
+        checkpoint = latest_checkpoint(self.out)
+        step = load_checkpoint(checkpoint, self.trainee).step if checkpoint else 0
+        self.metrics = MetricsFile(self.out / "metrics.jsonl", resumed_at=step) if self.first else None
+        data = batches(
+            train_set,
+            consumed_samples=step * self.config.global_batch_size,
+            global_batch_size=self.config.global_batch_size,
+            **self.batch,
+            **self.dp,
+        )
+        tokens = self.config.global_batch_size * self.config.data.seq_length
+        name = self.config.domain or self.config.stage
+        self.bar = TrainProgress(
+            total=self.config.steps,
+            done=step,
+            name=name,
+            tokens_per_step=tokens,
+            show=self.first,
+            every=self.config.log_every,
+        )
+        with self.bar:
+            if step == 0:
+                self._validate(0)
+            self._loop(step, data)
+        self._finish()
+
+    def _datasets(self) -> tuple[Any, dict[str, Any]]:
+        config = self.config
+        path = Path(config.data.path)
+        domains = list_domains(path)
+        blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
+        return build_datasets(
+            path,
+            blend,
+            seq_length=config.data.seq_length,
+            train_samples=max(config.steps, 1) * config.global_batch_size,
+            valid_samples=config.eval_batches * config.global_batch_size,
+            seed=config.seed,
+            cache_dir=self.out / "cache",
+            domains_for_validation=config.data.valid or domains,
+            vocab_size=self.model.vocab_size,
+        )
+
+    def _loop(self, step: int, data: Iterator[dict[str, Any]]) -> None:
+        config = self.config
+        reset_routing(self.trainee.gpt)
+        while step < config.steps:
+            result = train_step(self.trainee, data, microbatches=self.microbatches, **self.sizes)
+            step += 1
+            if step % config.log_every == 0 or step == config.steps:
+                self._log(step, result)
+            text = f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{self._load_text}"
+            self.bar.update(step, text)
+            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+                self._validate(step)
+            stopped = self.stop.agreed()
+            if stopped or step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                self._save(step)
+            if stopped and step < config.steps:
+                raise Stopped(f"{self.out}: stopped on request after step {step}; the same command resumes")
+        if latest_checkpoint(self.out) is None:  # a run of no steps still leaves its model
+            self._save(step)
+
+    def _log(self, step: int, result: Any) -> None:
+        routing = collect_routing(self.trainee.gpt, self.model)
+        reset_routing(self.trainee.gpt)
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "skipped": not result.ok,
+            "lr": self.trainee.optimizer.param_groups[0]["lr"] if self.trainee.optimizer.param_groups else None,
+            "tokens_per_second": round(self.bar.tokens_per_second(step), 1),
+        }
+        if routing is not None:
+            record |= {"balance_loss": routing.balance_loss, "expert_load": routing.load}
+            self._load_text = f"  load {load_bars(routing.load)}"
+        if self.metrics:
+            self.metrics.write(record)
+
+    def _validate(self, step: int) -> None:
+        config = self.config
+        record: dict[str, Any] = {"step": step, "valid": {}, "routing": {}}
+        samples = config.eval_batches * config.global_batch_size
+        size = {**self.batch, "dp_size": self.dp["dp_size"], "num_samples": samples}
+        for domain, dataset in self.valid_sets.items():
+            with separate_routing(self.trainee.gpt):
+                record["valid"][domain] = mean_validation_loss(
+                    self.trainee,
+                    validation_batches(dataset, dp_rank=self.dp["dp_rank"], **size),
+                    microbatches=num_validation_microbatches(dataset, **size),
+                    **self.sizes,
+                )
+                routing = collect_routing(self.trainee.gpt, self.model)
+            if routing is not None:
+                record["routing"][domain] = routing.load
+        if self.metrics:
+            self.metrics.write(record)
+        losses = "  ".join(f"{domain} {loss:.4f}" for domain, loss in record["valid"].items())
+        self.bar.say(f"step {step}: validation loss  {losses}")
+
+    def _save(self, step: int) -> None:
+        save_checkpoint(
+            self.out,
+            self.trainee,
+            Progress(step=step),
+            self.model,
+            self.prepared.tokenizer,
+            self.config.checkpoint.keep,
+        )
+
+    def _finish(self) -> None:
+        if self.first:
+            self.prepared.finish()
+        dist.barrier()

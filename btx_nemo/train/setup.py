@@ -1,0 +1,42 @@
+"""The model that trains: built, given its weights, frozen in part, wrapped, with its optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from btx_nemo.config.schema import TrainConfig
+from btx_nemo.megatron.load import load_weights
+from btx_nemo.megatron.model import build_model
+from btx_nemo.train.freeze import freeze
+from btx_nemo.train.optimizer import build_optimizer
+from btx_nemo.train.source import ModelSource
+from btx_nemo.train.step import Trainee
+
+
+def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
+    """This rank's share of the model, its weights read slice by slice from `source`. Needs `parallel_state` entered."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    gpt: Any = build_model(source.model, config.layout, precision=config.precision, router=config.router)
+    load_weights(gpt, source.expressions, source.readers, seed=config.seed)
+    if config.freeze:
+        freeze(gpt, config.freeze)
+    transformer_config = gpt.config
+    module = gpt
+    if config.precision == "bf16":
+        from megatron.core.transformer.module import Float16Module
+
+        module = Float16Module(transformer_config, gpt)
+    wrapped = DistributedDataParallel(
+        transformer_config,
+        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+        module,
+    )
+    transformer_config.finalize_model_grads_func = finalize_model_grads
+    optimizer, scheduler = build_optimizer(config, wrapped)
+    transformer_config.grad_scale_func = optimizer.scale_loss
+    return Trainee(gpt=gpt, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler)

@@ -1,0 +1,115 @@
+"""One optimizer step and one validation pass, on Megatron's own schedules.
+
+Shape suffixes: B micro-batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from btx_nemo.megatron.platform import device
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step says; the same on every rank."""
+
+    loss: float
+    """Mean cross-entropy per token (nats) over the global batch, without the balance loss."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    ok: bool
+    """False when the optimizer skipped the step because a gradient was not finite."""
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """A model that trains: this rank's part of it, wrapped, with its optimizer."""
+
+    gpt: Any
+    """The bare GPTModel."""
+    wrapped: Any
+    """The same in Megatron's DistributedDataParallel."""
+    optimizer: Any
+    scheduler: Any
+
+
+def _forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
+    losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mask_BS = batch["loss_mask"]
+
+    def loss_function(losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        total = (losses_BS.float() * mask_BS).sum()
+        count = mask_BS.sum()
+        return total / count.clamp(min=1), {"total": total.detach(), "count": count}
+
+    return losses_BS, loss_function
+
+
+def _run_schedule(model: Any, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int, **kw: Any):
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    return get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=batches,
+        model=[model],
+        num_microbatches=microbatches,
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        **kw,
+    )
+
+
+def _mean_loss(outputs: list[dict[str, Tensor]]) -> float:
+    """Mean per token over all micro-batches and ranks; only the last pipeline stage has outputs."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device())
+    for output in outputs:
+        sums += torch.stack([output["total"].double(), output["count"].double()])
+    dist.all_reduce(sums)
+    total, count = sums.tolist()
+    return total / max(count, 1.0)
+
+
+def train_step(
+    trainee: Trainee, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int
+) -> StepResult:
+    """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate."""
+    trainee.wrapped.train()
+    trainee.wrapped.zero_grad_buffer()
+    trainee.optimizer.zero_grad()
+    outputs = _run_schedule(
+        trainee.wrapped,
+        batches,
+        microbatches=microbatches,
+        micro_batch_size=micro_batch_size,
+        seq_length=seq_length,
+        forward_only=False,
+    )
+    ok, grad_norm, _ = trainee.optimizer.step()
+    if ok:
+        trainee.scheduler.step(increment=1)
+    return StepResult(loss=_mean_loss(outputs), grad_norm=float(grad_norm or 0.0), ok=bool(ok))
+
+
+def mean_validation_loss(
+    trainee: Trainee, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int
+) -> float:
+    """Mean cross-entropy per token over `microbatches` of every data-parallel rank, with no gradient."""
+    trainee.wrapped.eval()
+    with torch.no_grad():
+        outputs = _run_schedule(
+            trainee.wrapped,
+            batches,
+            microbatches=microbatches,
+            micro_batch_size=micro_batch_size,
+            seq_length=seq_length,
+            forward_only=True,
+        )
+    return _mean_loss(outputs)

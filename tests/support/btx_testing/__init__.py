@@ -1,0 +1,1 @@
+"""What tests share. Not named `tests`: other packages install a top-level package of that name."""

@@ -1,0 +1,86 @@
+"""What tests run on gloo ranks. Every function is called on all ranks of a layout at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from btx_nemo.config.schema import LayoutConfig, OptimConfig, RouterConfig
+
+
+def logits(folder: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
+    """fp32 logits [B, S, V] of a checkpoint in Megatron; on ranks of the last pipeline stage, None elsewhere."""
+    from btx_nemo.convert.logits import megatron_logits
+
+    return megatron_logits(Path(folder), tokens, LayoutConfig(**layout))
+
+
+def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
+    """Loss, gradient norm, balance loss and routing of one training step on a global batch, and the loss after it.
+
+    `batch` holds the global batch [G, S]; options: microbatches (per data-parallel rank at dp = 1), router, steps.
+    """
+    from megatron.core import parallel_state as mpu
+
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.routing import collect_routing, reset_routing
+    from btx_nemo.train.setup import build_trainee
+    from btx_nemo.train.source import open_source
+    from btx_nemo.train.step import train_step
+
+    layout_config = LayoutConfig(**layout)
+    source = open_source(Path(folder))
+    with parallel_state(layout_config, seed=1):
+        config = _Config(layout_config, RouterConfig(**options.get("router", {})), options.get("precision", "fp32"))
+        config.freeze = options.get("freeze", [])
+        trainee = build_trainee(config, source)  # type: ignore[arg-type]
+        dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        size = options.get("micro_batch_size", 1)
+        total = batch["tokens"].shape[0]
+        microbatches = total // (size * dp_size)
+
+        def batches():
+            while True:
+                for m in range(microbatches):
+                    first = (m * dp_size + dp_rank) * size
+                    yield {key: value[first : first + size] for key, value in batch.items()}
+
+        data, history = batches(), []
+        for _ in range(options.get("steps", 2)):
+            reset_routing(trainee.gpt)
+            result = train_step(
+                trainee, data, microbatches=microbatches, micro_batch_size=size, seq_length=batch["tokens"].shape[1]
+            )
+            routing = collect_routing(trainee.gpt, source.model)
+            history.append(
+                {
+                    "loss": result.loss,
+                    "grad_norm": result.grad_norm,
+                    "balance_loss": routing.balance_loss if routing else None,
+                    "load": routing.load if routing else None,
+                }
+            )
+        return {"history": history}
+
+
+class _Config:
+    """The part of TrainConfig that building a trainee reads."""
+
+    def __init__(self, layout: LayoutConfig, router: RouterConfig, precision: str):
+        self.layout, self.router, self.precision = layout, router, precision
+        self.freeze: list[str] = []
+        self.seed, self.steps = 1, 100
+        self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0)
+
+
+def random_batch(vocab_size: int, total: int, length: int, seed: int = 3) -> dict[str, torch.Tensor]:
+    """A global batch as the sampler makes it."""
+    ids = torch.randint(0, vocab_size, (total, length + 1), generator=torch.Generator().manual_seed(seed))
+    return {
+        "tokens": ids[:, :-1].contiguous(),
+        "labels": ids[:, 1:].contiguous(),
+        "loss_mask": torch.ones(total, length),
+        "position_ids": torch.arange(length)[None].expand(total, -1).contiguous(),
+    }

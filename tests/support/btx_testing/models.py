@@ -1,0 +1,66 @@
+"""Tiny random models with nothing left at a value that could hide a lost tensor: norms are random too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TINY = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    vocab_size=256,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-5,
+)
+
+
+def randomise(model: torch.nn.Module, seed: int, std: float = 0.08) -> None:
+    """Fresh values for every parameter: norms around one, the rest N(0, std^2)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else std * noise)
+
+
+def make_llama(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A Llama folder as transformers writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+    randomise(model, seed)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """fp32 logits of a Hugging Face folder, from transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(tokens).logits.float()
+
+
+def probe_tokens(vocab_size: int = 256, batch: int = 2, length: int = 48, seed: int = 7) -> torch.Tensor:
+    """Random token ids [batch, length]."""
+    return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make_mixtral(folder: Path, *, seed: int = 0, num_experts: int = 4, top_k: int = 2, **changes: Any) -> Path:
+    """A Mixtral folder with per-expert tensors, router logits with a standard deviation of about one."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **{**TINY, "num_local_experts": num_experts, "num_experts_per_tok": top_k, "sliding_window": None, **changes}
+    )
+    model = MixtralForCausalLM(config)
+    randomise(model, seed)
+    model.save_pretrained(folder)
+    return folder
