@@ -15,7 +15,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.plan.table import human_bytes
 
 _counter = itertools.count()
-TEMPORARY = re.compile(r"\..+\.tmp-[^/]+")
+TEMPORARY = re.compile(r"\..+\.(tmp-[^/]+|partial)")
 """Names of folders that are being written, or were when a process died: never a checkpoint."""
 
 
@@ -61,10 +61,10 @@ def atomic_dir(out: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise UserError(f"{out}: cannot be made ({error.strerror}); choose a place where you may write") from None
     try:
         yield temporary
-        _sync_tree(temporary)
+        fsync_tree(temporary)
         refuse_existing(out)
         os.rename(temporary, out)
-        _sync(out.parent)
+        fsync_dir(out.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -103,7 +103,8 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _sync(path: Path) -> None:
+def fsync_dir(path: Path) -> None:
+    """Make a folder's entries (or a file's bytes) durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -111,8 +112,20 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _sync_tree(folder: Path) -> None:
+def fsync_tree(folder: Path) -> None:
+    """Make every file and folder below `folder`, and itself, durable."""
     for root, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(root) / name)
-        _sync(Path(root))
+            fsync_dir(Path(root) / name)
+        fsync_dir(Path(root))
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a small file that appears whole or not at all, and is durable when this returns."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with open(temporary, "w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, path)
+    fsync_dir(path.parent)

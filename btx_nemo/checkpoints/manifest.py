@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo import __version__
+from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.checkpoints.safetensors import read_json
 from btx_nemo.errors import UserError
 
@@ -17,10 +18,10 @@ MANIFEST = "manifest.json"
 VERSION = 1
 
 
-def write_manifest(folder: Path, *, kind: str, checksums: bool = False, **facts: Any) -> None:
-    """Write the manifest of a finished folder: `kind` ("mix", "import", "export", "checkpoint"), facts, file sizes.
+def write_manifest(folder: Path, *, kind: str, extra: Mapping[str, Any] | None = None, checksums: bool = False) -> None:
+    """Write the manifest of a finished folder: `kind` ("mix", "import", "export", "checkpoint") and file sizes.
 
-    `facts` are JSON values: recipe, sources, seed, dropped... With `checksums`, a SHA-256 of every file as well.
+    `extra` holds further JSON values: recipe, sources, seed, dropped... With `checksums`, a SHA-256 of every file too.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
@@ -29,14 +30,14 @@ def write_manifest(folder: Path, *, kind: str, checksums: bool = False, **facts:
             files[name] = {"size": path.stat().st_size}
             if checksums:
                 files[name]["sha256"] = file_sha256(path)
-    table = {"manifest_version": VERSION, "tool": "btx_nemo", "tool_version": __version__, "kind": kind, **facts}
-    temporary = folder / f".{MANIFEST}.part"
-    with open(temporary, "w") as stream:
-        json.dump({**table, "files": files}, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.rename(temporary, folder / MANIFEST)
+    table = {
+        "manifest_version": VERSION,
+        "tool": "btx_nemo",
+        "tool_version": __version__,
+        "kind": kind,
+        **(extra or {}),
+    }
+    write_file(folder / MANIFEST, json.dumps({**table, "files": files}, indent=2) + "\n")
 
 
 def read_manifest(folder: Path, *, checksums: bool = False) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def file_sha256(path: Path) -> str:
 
 
 def source_facts(path: Path, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """What identifies a source cheaply: where it is, and a hash over its file sizes, tensor names, shapes and dtypes."""
+    """What identifies a source cheaply: where it is, and a hash over file sizes, tensor names, shapes and dtypes."""
     digest = hashlib.sha256()
     for file in sorted(path.iterdir()):
         if file.is_file():

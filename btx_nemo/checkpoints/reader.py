@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,7 +107,8 @@ def pread_exactly(fd: int, offset: int, out: memoryview, path: str, name: str) -
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, shared."""
     flat = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    return memoryview(flat.view(torch.uint8).numpy().reshape(-1)).cast("B")
+    raw: Any = flat.view(torch.uint8).numpy().reshape(-1)
+    return memoryview(raw)
 
 
 def read_box(fd: int, start: int, shape: tuple[int, ...], box: Box, out: torch.Tensor, path: str, name: str) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from btx_nemo.errors import UserError
 
@@ -54,6 +54,9 @@ _REFUSED_OPCODES = (
 )
 
 
+_PurePython: Any = pickle._Unpickler  # type: ignore[attr-defined]
+
+
 def load(
     data: bytes,
     allowed: Callable[[str, str], Any],
@@ -65,11 +68,9 @@ def load(
     Raises UserError naming `where` on anything that is not a plain, allowed pickle.
     """
 
-    class Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
-        dispatch: Mapping[int, Any] = {
-            key: value
-            for key, value in pickle._Unpickler.dispatch.items()
-            if bytes([key]) not in _REFUSED_OPCODES  # type: ignore[attr-defined]
+    class Unpickler(_PurePython):
+        dispatch: ClassVar[Any] = {
+            key: run for key, run in _PurePython.dispatch.items() if bytes([key]) not in _REFUSED_OPCODES
         }
 
         def find_class(self, module: str, name: str) -> Any:

@@ -17,12 +17,15 @@ from btx_nemo.checkpoints.safetensors import INDEX, SINGLE
 from btx_nemo.checkpoints.safetensors_header import NAMES
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import BLOCK_BYTES
+from btx_nemo.plan.expr import FRESH
 from btx_nemo.plan.layout import ITEMSIZE, Box, TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job
 
 PRODUCER = "btx_nemo"
 """Value of the header's metadata key `producer`: marks a file that a manifest belongs to."""
 ALIGNMENT = 64
+RUN_BLOCKS = 16
+"""Blocks that one worker writes in a row."""
 
 
 class SafetensorsSink:
@@ -65,12 +68,12 @@ class SafetensorsSink:
             start += self.targets[name].nbytes
 
     def work(self, jobs: tuple[Job, ...]) -> list[list[tuple[Job, Box]]]:
-        """One list per tensor, cut into blocks: tensors run in parallel, blocks of one in order; large ones are split."""
+        """Lists of consecutive blocks; a fresh tensor is one list, so that it is made once."""
         lists = []
         for job in jobs:
             boxes = [(job, box) for box in row_blocks(job.info, BLOCK_BYTES)]
-            fresh = max(1, len(boxes) if _whole(job) else 16)
-            lists += [boxes[i : i + fresh] for i in range(0, len(boxes), fresh)]
+            run = max(1, len(boxes) if isinstance(job.expr, FRESH) else RUN_BLOCKS)
+            lists += [boxes[i : i + run] for i in range(0, len(boxes), run)]
         return lists
 
     def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
@@ -106,12 +109,6 @@ class SafetensorsSink:
         """Close the files; what they hold is worth nothing."""
         while self._fds:
             os.close(self._fds.pop())
-
-
-def _whole(job: Job) -> bool:
-    from btx_nemo.plan.expr import FRESH
-
-    return isinstance(job.expr, FRESH)
 
 
 def _shard_name(index: int, count: int) -> str:

@@ -45,6 +45,13 @@ def copy_tokenizer(source: Path, out: Path) -> list[str]:
     return [path.name for path in files]
 
 
+def save_tokenizer(source: Path, out: Path) -> None:
+    """Fill a checkpoint's tokenizer folder: the tokenizer's files, and the config.json beside them (for token ids)."""
+    copy_tokenizer(source, out)
+    if (source / "config.json").exists():
+        (out / "config.json").write_bytes(read_regular(source / "config.json", MAX_BYTES))
+
+
 def vocabulary(folder: Path) -> dict[str, int] | None:
     """token -> id from tokenizer.json, added tokens included; None without such a file.
 

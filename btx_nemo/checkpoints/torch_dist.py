@@ -125,7 +125,7 @@ class DistSink:
         file = self._file_of[target]
         stream = self._streams.get(file)
         if stream is None:
-            stream = self._streams[file] = open(self.folder / file, "xb")
+            stream = self._streams[file] = open(self.folder / file, "xb")  # noqa: SIM115
         # A copy of its own: torch.save stores the whole memory behind a view.
         archive = io.BytesIO()
         torch.save(tensor.clone(), archive)
@@ -161,7 +161,8 @@ class DistSink:
             TensorStorageMetadata,
         )
 
-        table, storage = {}, {}
+        table: dict[str, Any] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
         for name, info in self.targets.items():
             chunks = []
             for box in self._boxes[name]:

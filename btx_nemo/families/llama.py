@@ -13,6 +13,8 @@ from btx_nemo.families.rules import GateUp, GroupedQKV, PerExpert, Rule, Same
 from btx_nemo.plan.expr import Expr, Take
 from btx_nemo.plan.layout import Layout, TensorInfo
 
+SAME = Same()
+
 
 @dataclass(frozen=True)
 class Row:
@@ -23,7 +25,7 @@ class Row:
 
     megatron: str
     hf: tuple[tuple[str, str], ...]
-    rule: Rule = Same()
+    rule: Rule = SAME
     when: str = "always"
     """"always", "dense", "moe" or "untied"."""
 
@@ -118,7 +120,7 @@ class Llama:
     """The family, as the registry sees it; see `btx_nemo.families.base.Family`."""
 
     name = "llama"
-    model_types = ("llama", "mistral", "mixtral")
+    model_types: tuple[str, ...] = ("llama", "mistral", "mixtral")
 
     def read(self, config: Mapping[str, Any], where: str) -> ModelConfig:
         """config.json -> ModelConfig."""

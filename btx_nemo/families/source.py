@@ -17,7 +17,7 @@ from btx_nemo.checkpoints.dist_format import METADATA
 from btx_nemo.checkpoints.manifest import read_manifest
 from btx_nemo.checkpoints.reader import Reader, read_regular
 from btx_nemo.checkpoints.safetensors import SafetensorsReader, read_json
-from btx_nemo.checkpoints.tokenizer_files import special_ids
+from btx_nemo.checkpoints.tokenizer_files import special_ids, write_json
 from btx_nemo.checkpoints.torch_dist import DistReader
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import get_family, read_config
@@ -150,9 +150,9 @@ def read_model_json(folder: Path) -> ModelConfig:
         raise UserError(f"{path}: not a model description ({error}); was it written by another version?") from None
 
 
-def model_json(config: ModelConfig) -> dict[str, Any]:
-    """ModelConfig as the JSON table that `read_model_json` reads."""
-    return dataclasses.asdict(config)
+def save_model_config(config: ModelConfig, folder: Path) -> None:
+    """Write model.json, which `read_model_json` reads."""
+    write_json(folder / MODEL_JSON, dataclasses.asdict(config))
 
 
 def _check_shapes(source: Source) -> None:

@@ -106,9 +106,10 @@ def _compare_vocabularies(
     if reference == other:
         return
     token = next(name for name in sorted({*reference, *other}) if reference.get(name) != other.get(name))
+    mine, theirs = _shown(other.get(token)), _shown(reference.get(token))
     raise UserError(
-        f"{expert.tokenizer}/tokenizer.json: token {token!r} is {_shown(other.get(token))} but {_shown(reference.get(token))} "
-        f"in the seed {seed.tokenizer}; specialists must keep the seed's tokenizer"
+        f"{expert.tokenizer}/tokenizer.json: token {token!r} is {mine} but {theirs} in the seed's {seed.tokenizer}; "
+        "specialists must keep the seed's tokenizer"
     )
 
 

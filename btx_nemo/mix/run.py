@@ -91,7 +91,9 @@ def _write(config: MixConfig, mixture: Mixture, plan: Plan, seed: Source, expert
         write_manifest(
             folder,
             kind="mix",
-            **checks.facts(config),
-            sources={source.name: source_facts(source.folder, source.layout()) for source in (seed, *experts)},
-            dropped={f"{source}:{tensor}": reason for (source, tensor), reason in plan.dropped.items()},
+            extra={
+                **checks.facts(config),
+                "sources": {source.name: source_facts(source.folder, source.layout()) for source in (seed, *experts)},
+                "dropped": {f"{source}:{tensor}": reason for (source, tensor), reason in plan.dropped.items()},
+            },
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
 import torch
 
@@ -78,7 +78,7 @@ class Full:
     value: float
 
 
-Expr = Union[Take, Slice, Index, Concat, Stack, Mean, Normal, Full]
+Expr: TypeAlias = Take | Slice | Index | Concat | Stack | Mean | Normal | Full
 FRESH = (Normal, Full)
 
 

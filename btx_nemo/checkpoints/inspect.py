@@ -1,0 +1,127 @@
+"""`inspect`: what a folder is, from settings and headers alone; an incomplete folder is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from btx_nemo.checkpoints.manifest import MANIFEST, read_manifest
+from btx_nemo.checkpoints.safetensors import read_json
+from btx_nemo.checkpoints.torch_dist import DistReader
+from btx_nemo.plan.layout import Layout
+from btx_nemo.plan.table import human_bytes
+
+
+def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
+    """Facts of a Hugging Face folder, a mixture, a Megatron checkpoint or a run directory (its latest checkpoint).
+
+    Keys: path, kind, family, dtype, bytes, parameters {total, active}, model (the architecture), moe (experts with
+    their origin, top_k, router) or None, training (step, optimizer state) or None, tokenizer, made_by (manifest) or
+    None. JSON values only. Raises UserError when the folder is not complete, or is none of these.
+    """
+    from btx_nemo.families.source import open_source
+
+    source = open_source(Path(folder))
+    layout = source.layout()
+    manifest = read_manifest(source.folder) if (source.folder / MANIFEST).exists() else None
+    config = source.config
+    stored = source.reader.layout()
+    return {
+        "path": str(source.folder),
+        "kind": {"hf": "Hugging Face folder", "megatron": "Megatron checkpoint"}[source.kind],
+        "family": config.family,
+        "dtype": source.dtype,
+        "bytes": sum(info.nbytes for info in stored.values()),
+        "parameters": count_parameters(layout, config.moe.num_experts if config.moe else 0, _top_k(config)),
+        "model": {
+            key: getattr(config, key)
+            for key in (
+                "num_layers",
+                "hidden_size",
+                "ffn_hidden_size",
+                "num_attention_heads",
+                "num_query_groups",
+                "head_dim",
+                "vocab_size",
+                "max_position_embeddings",
+                "norm_eps",
+                "rope_theta",
+                "rope_scaling",
+                "tie_word_embeddings",
+            )
+        },
+        "moe": _mixture(config, manifest),
+        "training": _training(Path(folder), source, manifest),
+        "tokenizer": any(source.tokenizer.glob("tokenizer*")) if source.tokenizer.is_dir() else False,
+        "made_by": {k: v for k, v in manifest.items() if k not in ("files", "sources")} if manifest else None,
+    }
+
+
+def _top_k(config: Any) -> int:
+    return config.moe.top_k if config.moe else 0
+
+
+def count_parameters(layout: Layout, num_experts: int, top_k: int) -> dict[str, int]:
+    """Total parameters, and those that one token meets: everything, but only `top_k` of the experts."""
+    total = sum(prod(info.shape) for info in layout.values())
+    experts = sum(prod(info.shape) for name, info in layout.items() if ".experts." in name)
+    active = total - experts + (experts // num_experts * top_k if num_experts else 0)
+    return {"total": total, "active": active}
+
+
+def _mixture(config: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if config.moe is None:
+        return None
+    names = config.moe.experts or [f"expert {i}" for i in range(config.moe.num_experts)]
+    known = (manifest or {}).get("sources", {}) if (manifest or {}).get("kind") == "mix" else {}
+    origin = {name: facts.get("path") for name, facts in known.items() if isinstance(facts, dict)}
+    origin["generalist"] = origin.get("seed")
+    return {
+        "num_experts": config.moe.num_experts,
+        "top_k": config.moe.top_k,
+        "router": config.moe.router,
+        "experts": [{"name": name, "origin": origin.get(name)} for name in names],
+    }
+
+
+def _training(folder: Path, source: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if source.kind != "megatron" or not isinstance(source.reader, DistReader):
+        return None
+    facts: dict[str, Any] = {
+        "step": (manifest or {}).get("step"),
+        "optimizer_state": any(key.startswith(("optimizer", "chained_")) for key in source.reader.training_state),
+    }
+    if (folder / "latest").exists():
+        facts["run"] = str(folder)
+        facts["finished"] = (folder / "DONE").exists()
+        if facts["finished"]:
+            facts["done"] = read_json(folder / "DONE")
+    return facts
+
+
+def print_inspection(facts: Mapping[str, Any]) -> None:
+    """The facts as lines for people."""
+    parameters, model = facts["parameters"], facts["model"]
+    print(
+        f"{facts['path']}: {facts['kind']}, family {facts['family']}, {facts['dtype']}, {human_bytes(facts['bytes'])}"
+    )
+    print(f"parameters: {parameters['total']:,} in total, {parameters['active']:,} active per token")
+    print("model: " + ", ".join(f"{key}={value}" for key, value in model.items()))
+    moe = facts["moe"]
+    if moe is None:
+        print("dense: no experts")
+    else:
+        print(f"mixture: {moe['num_experts']} experts, top_k={moe['top_k']}, router {moe['router']}")
+        for number, expert in enumerate(moe["experts"]):
+            print(f"  expert {number}: {expert['name']}" + (f"  from {expert['origin']}" if expert["origin"] else ""))
+    training = facts["training"]
+    if training:
+        state = "with" if training["optimizer_state"] else "without"
+        step = "weights only" if training["step"] is None else f"step {training['step']}"
+        finished = {True: ", finished", False: ", not finished", None: ""}[training.get("finished")]
+        print(f"training: {step}, {state} optimizer state{finished}")
+    made_by = facts["made_by"]
+    if made_by:
+        print(f"made by: {made_by.get('tool')} {made_by.get('tool_version')} ({made_by.get('kind')})")
