@@ -101,7 +101,8 @@ btx_launcher() { # sets RANKS, the command that starts the ranks of one node, an
   fi
   job=$(btx_integer SLURM_JOB_ID "$SLURM_JOB_ID")
   nodes=$(btx_integer SLURM_JOB_NUM_NODES "${SLURM_JOB_NUM_NODES:-1}")
-  host=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  host=localhost # one node needs no name that others can resolve
+  if ((nodes > 1)); then host=$(scontrol show hostnames "$SLURM_JOB_NODELIST"); fi
   # Two jobs may share a node: each gets its own port, below the range the kernel hands out.
   MASTER_ADDR=${host%%$'\n'*} MASTER_PORT=$((20000 + job % 10000))
   export MASTER_ADDR MASTER_PORT

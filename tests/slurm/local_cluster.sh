@@ -2,6 +2,7 @@
 # A real Slurm of two virtual nodes with fake GPUs, for the tests: munged, slurmctld and two slurmd as plain processes.
 #   local_cluster.sh start DIR   starts it and prints the path of its slurm.conf, for SLURM_CONF
 #   local_cluster.sh stop DIR    cancels its jobs and ends its processes
+# Where `unshare` may, each node has its own host name and an /etc/hosts with both, as torchrun needs over two nodes.
 # Everything lives in DIR (at most 60 characters: sockets lie below it); nothing in /etc, /run or /var is used.
 # Needs: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge
 set -euo pipefail
@@ -41,9 +42,27 @@ free_ports() { # count: the first of a run of ports that nobody listens on
   return 1
 }
 
+has_namespaces() {
+  unshare --mount --uts sh -c 'hostname x && mount --bind /etc/hosts /etc/hosts' 2>/dev/null
+}
+in_node() { # name command...: with the node's own host name, seen by nobody else
+  local name=$1
+  shift
+  if [[ -e $dir/hosts ]]; then
+    # shellcheck disable=SC2016 # expanded by the inner shell
+    exec unshare --mount --uts sh -c 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"' \
+      sh "$dir/hosts" "$name" "$@"
+  fi
+  exec "$@"
+}
+
 write_configuration() {
-  local port host i
+  local port host i address=127.0.0.1
   port=$(free_ports 3) host=$(hostname -s)
+  if has_namespaces; then
+    cp /etc/hosts "$dir/hosts"
+    for i in "${!nodes[@]}"; do echo "127.0.0.$((11 + i)) ${nodes[i]}" >>"$dir/hosts"; done
+  fi
   (umask 077 && head -c 1024 /dev/urandom >"$dir/munge/key")
   for ((i = 0; i < gpus; i++)); do ln -sf /dev/null "$dir/gpu/nvidia$i"; done
   echo "Name=gpu File=$dir/gpu/nvidia[0-$((gpus - 1))]" >"$dir/gres.conf"
@@ -82,7 +101,8 @@ PropagateResourceLimits=NONE
 GresTypes=gpu
 C
   for i in "${!nodes[@]}"; do
-    echo "NodeName=${nodes[i]} NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + 1 + i)) CPUs=64 Sockets=1" \
+    if [[ -e $dir/hosts ]]; then address=127.0.0.$((11 + i)) host=${nodes[i]}; fi
+    echo "NodeName=${nodes[i]} NodeHostname=$host NodeAddr=$address Port=$((port + 1 + i)) CPUs=64 Sockets=1" \
       "CoresPerSocket=64 ThreadsPerCore=1 RealMemory=500000 Gres=gpu:$gpus State=UNKNOWN" >>"$conf"
   done
   echo "PartitionName=test Nodes=ALL Default=YES DefaultTime=10 MaxTime=INFINITE State=UP" >>"$conf"
@@ -105,7 +125,7 @@ start() {
   daemon slurmctld slurmctld -D -c -f "$conf"
   for name in "${nodes[@]}"; do
     mkdir -p "$dir/spool.$name"
-    daemon "$name" slurmd -D -N "$name" -f "$conf"
+    daemon "$name" "$0" in_node "$dir" "$name" slurmd -D -N "$name" -f "$conf"
   done
   for ((i = 0; i < 200; i++)); do
     if is_ready; then echo "$conf" && return 0; fi
@@ -127,5 +147,6 @@ stop() {
 
 case $command in
   start | stop) "$command" ;;
+  in_node) in_node "${@:3}" ;; # used by start
   *) echo "local_cluster.sh: start or stop, not '$command'" >&2 && exit 2 ;;
 esac

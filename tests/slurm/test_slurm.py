@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -153,6 +154,26 @@ def test_a_stop_before_the_limit_saves_requeues_and_finishes(env: dict[str, str]
     assert starts(runs / "joint")[0]["begin"] > second["end"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch")
+def test_ranks_under_torchrun_get_the_time_to_save(env: dict[str, str], tmp_path: Path) -> None:
+    """The stop reaches the ranks of two nodes past torchrun, which lives on until they have saved."""
+    repo = tmp_path / "repo"
+    shutil.copytree(REPO / "slurm", repo / "slurm")
+    (repo / "btx_nemo").mkdir()
+    shutil.copy(HERE / "fake_ranks.py", repo / "btx_nemo" / "__main__.py")
+    del env["BTX_CLI"], env["PYTHONPATH"]
+    env |= {"BTX_PYTHON": sys.executable, "BTX_NPROC": "1", "OMP_NUM_THREADS": "1"}
+    script = str(repo / "slurm" / "train_expert.sh")
+    expert = run(["sbatch", "--parsable", "--nodes=2", "--output=log", script, "math", "steps=40"], env, tmp_path)
+    out = Path(env["BTX_RUNS"]) / "expert-math"
+    wait_for(lambda: (out / "step").exists(), "the first step")
+    run(["scancel", "--signal=USR1", "--batch", expert], env, tmp_path)
+    assert wait_end(env, expert) == ["COMPLETED"]
+    log = (tmp_path / "log").read_text()
+    assert log.count("rank 1 of 2 starts") == 2 and log.count("saved by USR1") == 1, log
+
+
 def test_requeues_are_bounded(env: dict[str, str], tmp_path: Path) -> None:
     expert = sbatch(env | {"BTX_MAX_RESTARTS": "0"}, tmp_path, "math", "steps=600")
     wait_step(Path(env["BTX_RUNS"]) / "expert-math", 1)
@@ -211,5 +232,5 @@ def test_two_jobs_on_one_node_meet_at_different_ports(env: dict[str, str], tmp_p
     ids = [sbatch(env, tmp_path, d, options="--nodelist=node1") for d in ("math", "code")]
     assert wait_end(env, *ids) == ["COMPLETED"] * 2
     logs = [(tmp_path / f"btx-expert_{i}.out").read_text() for i in ids]
-    ports = {re.search(r"meeting at node1:(\d+)", log).group(1) for log in logs}
+    ports = {re.search(r"meeting at localhost:(\d+)", log).group(1) for log in logs}
     assert len(ports) == 2
