@@ -6,28 +6,7 @@ import json
 from pathlib import Path
 from random import Random
 
-WORDS = [
-    "the",
-    "a",
-    "mixture",
-    "of",
-    "experts",
-    "routes",
-    "each",
-    "token",
-    "to",
-    "two",
-    "feed-forward",
-    "blocks",
-    "and",
-    "adds",
-    "their",
-    "outputs",
-    "é",
-    "ü",
-    "中",
-    "🙂",
-]
+WORDS = "the a mixture of experts routes each token to two feed-forward blocks and adds é ü 中 🙂".split()  # noqa: SIM905
 
 
 def sentence(rng: Random, words: int = 30) -> str:
@@ -36,7 +15,7 @@ def sentence(rng: Random, words: int = 30) -> str:
 
 
 def byte_tokenizer(folder: Path, *, extra: int = 0) -> Path:
-    """A byte-level tokenizer folder: `<|endoftext|>` = 0, then the 256 bytes; `extra` more tokens make it another one."""
+    """A byte-level tokenizer folder: `<|endoftext|>` = 0, then the 256 bytes, then `extra` more tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"<x{i}>" for i in range(extra))]
