@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from btx_testing import data_jobs
+from btx_testing.pool import RankPool
 from btx_testing.text import byte_tokenizer, sentence, write_jsonl
 
 from btx_nemo.data.blend import build_datasets, check_data, list_domains, normalise_weights
@@ -93,6 +95,25 @@ def test_rare_domains_and_tiny_runs_are_not_oversampled(prepared: Path, tmp_path
     assert len(train) >= samples
     for index in range(samples):
         assert train[index]["tokens"].shape == (SEQ,)
+
+
+def test_a_blend_that_megatron_itself_would_oversample(tmp_path: Path) -> None:
+    """Four one-document domains at weights where Megatron's rounding asks the third for 7 samples and builds 6."""
+    tokenizer = byte_tokenizer(tmp_path / "tok")
+    for domain in "abcd":
+        train, valid = write_jsonl(tmp_path / "t.jsonl", [domain * SEQ]), write_jsonl(tmp_path / "v.jsonl", ["text"])
+        prepare_data([train], tokenizer, tmp_path / "data", domain, workers=1, validation_inputs=[valid])
+    weights = {"a": 0.01124409, "b": 0.00557101, "c": 0.93447634, "d": 0.04870855}
+    train, _ = build(tmp_path / "data", tmp_path, weights, train_samples=5)
+    assert len(train) >= 5
+
+
+def test_ranks_see_one_global_batch_and_share_one_cache(prepared: Path, tmp_path: Path, ranks: RankPool) -> None:
+    arguments = {"weights": {"a": 1, "c": 2}, "seq_length": SEQ, "train_samples": 48, "seed": 3}
+    common = (str(prepared), str(tmp_path / "cache"), arguments)
+    (alone,) = ranks.run(data_jobs.first_batches, *common, 8, 6, ranks=1)
+    first, second = ranks.run(data_jobs.first_batches, str(prepared), str(tmp_path / "new"), arguments, 4, 6, ranks=2)
+    assert [left + right for left, right in zip(first, second, strict=True)] == alone
 
 
 def test_samples_are_windows_of_the_text(prepared: Path, tmp_path: Path) -> None:
