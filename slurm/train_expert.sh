@@ -14,7 +14,8 @@
 #   sbatch slurm/train_expert.sh math layout.tp=2      on a cluster; sbatch options go before the script
 #   bash slurm/train_expert.sh math                    on this machine
 # The same command again resumes; it does nothing once DONE is there. BTX_CONFIG names the configuration (expert).
-# Site settings: SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_GRES ("gpu:4"; "none" without GPUs), SBATCH_TIMELIMIT.
+# Site settings: SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT, and SBATCH_GRES: "gpu:4", or
+# "none" on nodes without GPUs and where GPUs are asked for in another way (--gpus-per-node adds to --gres).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

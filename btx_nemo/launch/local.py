@@ -35,5 +35,7 @@ def run_here(name: str, command: Sequence[str], environment: Mapping[str, str]) 
             signal.signal(number, handler)
     if status == 0:
         return
-    said = "stopped with a checkpoint saved; the same command resumes" if status == 75 else f"ended with status {status}"
+    said = f"ended with status {status}"
+    if status == Stopped.exit_code:
+        said = "stopped with a checkpoint saved; the same command resumes"
     raise ERRORS.get(status, BtxError)(f"submit: {name}: {command[0]} {said}")

@@ -65,9 +65,7 @@ def test_printed_script_is_the_golden_one(
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
     overrides = ["expert:steps=10", "note=it's $(x)", "mix:layout.ep=2"]
-    submit(
-        ["math", "code-py"], sbatch_options=["--time=12:00:00"], overrides=overrides, runs_dir=runs, dry_run=True
-    )
+    submit(["math", "code-py"], sbatch_options=["--time=12:00:00"], overrides=overrides, runs_dir=runs, dry_run=True)
     assert capsys.readouterr().out == GOLDEN.format(runs=runs, slurm=REPO / "slurm")
     assert [p.name for p in runs.iterdir()] == ["seed"]
 
@@ -164,7 +162,30 @@ def test_a_term_of_submit_reaches_the_ranks(runs: Path) -> None:
     assert not (runs / "expert-math" / "DONE").exists()
 
 
-HOSTILE = "a[$(touch hacked)]"
+def test_a_refused_submission_leaves_nothing_in_the_queue(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    calls = tmp_path / "calls"
+    (stubs / "sbatch").write_text(
+        f'#!/bin/sh\necho "sbatch $*" >>"{calls}"\ncase "$*" in *mix*) echo "no such QOS" >&2; exit 1;; esac\n'
+        f'grep -c . "{calls}"\n'
+    )
+    (stubs / "scancel").write_text(f'#!/bin/sh\necho "scancel $*" >>"{calls}"\n')
+    for stub in stubs.iterdir():
+        stub.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stubs}:{os.environ['PATH']}")
+    monkeypatch.setattr(module.shutil, "which", lambda name: str(stubs / name))
+    with pytest.raises(UserError, match="sbatch refused btx-mix: no such QOS; nothing stays submitted"):
+        submit(["math", "code"], runs_dir=runs)
+    lines = calls.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["sbatch"] * 3 + ["scancel"]
+    assert "--dependency=afterok:1:2 --kill-on-invalid-dep=yes" in lines[2]
+    assert lines[3] == "scancel 1 2"
+
+
+HOSTILE = "BASH_VERSINFO[$(touch hacked)0]"  # bash arithmetic runs this
 
 
 @pytest.mark.parametrize(

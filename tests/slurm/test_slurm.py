@@ -172,6 +172,8 @@ def test_ranks_under_torchrun_get_the_time_to_save(env: dict[str, str], tmp_path
     assert wait_end(env, expert) == ["COMPLETED"]
     log = (tmp_path / "log").read_text()
     assert log.count("rank 1 of 2 starts") == 2 and log.count("saved by USR1") == 1, log
+    # Otherwise torchrun died of the signal, and the ranks were orphans that a cgroup would have taken with it.
+    assert log.count("(exitcode: 75)") == 2, log
 
 
 def test_requeues_are_bounded(env: dict[str, str], tmp_path: Path) -> None:
@@ -232,5 +234,5 @@ def test_two_jobs_on_one_node_meet_at_different_ports(env: dict[str, str], tmp_p
     ids = [sbatch(env, tmp_path, d, options="--nodelist=node1") for d in ("math", "code")]
     assert wait_end(env, *ids) == ["COMPLETED"] * 2
     logs = [(tmp_path / f"btx-expert_{i}.out").read_text() for i in ids]
-    ports = {re.search(r"meeting at localhost:(\d+)", log).group(1) for log in logs}
+    ports = {re.search(r"meeting at localhost:(\d+)", log)[1] for log in logs}
     assert len(ports) == 2
