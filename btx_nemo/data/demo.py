@@ -14,7 +14,7 @@ from typing import Any
 
 from btx_nemo.data.corpora.stdlib import stable_hash
 from btx_nemo.data.prepare import prepare_data
-from btx_nemo.data.publish import disk_errors, publish
+from btx_nemo.data.publish import disk_errors, publish, sync, write_json
 from btx_nemo.errors import CheckFailed, UserError
 
 DOMAINS = ("math", "code", "prose")
@@ -200,7 +200,8 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         **special,
     }
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(folder / name, content)
+    sync(folder / "tokenizer.json")
 
 
 def _write_jsonl(path: Path, documents: Sequence[Document]) -> None:
@@ -208,3 +209,4 @@ def _write_jsonl(path: Path, documents: Sequence[Document]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         for name, text in documents:
             stream.write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
+    sync(path)

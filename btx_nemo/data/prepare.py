@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from btx_nemo.data.encode import Encoded, Job, encode_all
 from btx_nemo.data.progress import byte_progress
 from btx_nemo.data.publish import disk_errors, publish, sync, write_json
-from btx_nemo.data.sources import SPLITS, Source, find_sources, plan_tasks
+from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
 from btx_nemo.data.tokenizer import copy_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
 
@@ -91,7 +91,7 @@ def prepare_data(
             results = encode_all(tasks, job, encoder, workers or default_workers())
             every = [*sources, *(validation or [])]
             with byte_progress(f"tokenising {domain}", sum(source.size for source in every)) as advance:
-                counts = _write(scratch, results, job.dtype, advance)
+                counts = _write(scratch, zip(tasks, results), job.dtype, advance)
             _check_counts(counts, inputs, validation_fraction)
             meta = {
                 "format": FORMAT,
@@ -145,7 +145,12 @@ def _validation_sources(given: Sequence[Path] | None, train: list[Source], patte
     return sources
 
 
-def _write(scratch: Path, results: Iterable[dict[str, Encoded]], dtype: str, advance: Any) -> dict[str, dict[str, int]]:
+def _write(
+    scratch: Path,
+    encoded: Iterable[tuple[tuple[Piece, ...], dict[str, Encoded]]],
+    dtype: str,
+    advance: Callable[[int], None],
+) -> dict[str, dict[str, int]]:
     """Append the documents in order through Megatron's builder; return the counts of each split."""
     import numpy as np
 
@@ -157,7 +162,7 @@ def _write(scratch: Path, results: Iterable[dict[str, Encoded]], dtype: str, adv
         split: IndexedDatasetBuilder(str(scratch / f"{split}.bin"), dtype=getattr(np, dtype)) for split in SPLITS
     }
     counts = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
-    for result in results:
+    for task, result in encoded:
         for split, part in result.items():
             start = 0
             for length in part.lengths:
@@ -166,7 +171,7 @@ def _write(scratch: Path, results: Iterable[dict[str, Encoded]], dtype: str, adv
             counts[split]["tokens"] += start
             counts[split]["documents"] += len(part.lengths)
             counts[split]["bytes"] += part.num_bytes
-        advance(sum(part.num_bytes for part in result.values()))
+        advance(sum(piece.end - piece.start for piece in task))
     for split, builder in builders.items():
         builder.finalize(str(scratch / f"{split}.idx"))
         sync(scratch / f"{split}.bin")

@@ -81,7 +81,7 @@ def disk_errors(out_dir: Path) -> Iterator[None]:
         if error.errno not in _USERS_ERRNOS:
             raise
         raise UserError(
-            f"{error.filename or out_dir}: {error.strerror}; free space or choose another folder"
+            f"{error.filename or out_dir}: {error.strerror}; check permissions and free space, or take another folder"
         ) from error
 
 

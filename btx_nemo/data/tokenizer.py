@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.data.publish import sync
 from btx_nemo.errors import EnvironmentLacks, UserError
 
 TOKENIZER_FILES = (
@@ -166,6 +167,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 # a lone tokenizer.json may have any name
                 name = "tokenizer.json" if source.is_file() else file.name
                 shutil.copyfile(file, scratch / name)
+                sync(scratch / name)
             scratch.chmod(0o755)
             # where another domain's run was quicker, the rename fails and the comparison below decides
             with contextlib.suppress(OSError):
