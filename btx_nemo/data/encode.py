@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,17 @@ _state: dict[str, Any] = {}
 
 
 def _start_worker(job: Job) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _state.update(job=job, encoder=load_encoder(job.tokenizer, eod_token=job.eod_token))
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed outright would wait for work for ever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_in_worker(task: tuple[Piece, ...]) -> dict[str, Encoded]:

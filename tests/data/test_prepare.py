@@ -258,6 +258,45 @@ def test_killed_run_leaves_no_domain_and_the_next_one_cleans_up(tmp_path: Path, 
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["d", "tokenizer"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="reads /proc")
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path, tokenizer: Path) -> None:
+    write_jsonl(tmp_path / "in.jsonl", [sentence(Random(number)) for number in range(2000)])
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from btx_nemo.data import prepare, sources\n"
+        "def stall(scratch, encoded, *_):\n"
+        "    next(iter(encoded))\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(60)\n"
+        "if __name__ == '__main__':\n"
+        "    sources.TASK_BYTES = 20_000\n"
+        "    prepare._write = stall\n"
+        "    root = Path(sys.argv[1])\n"
+        "    prepare.prepare_data([root / 'in.jsonl'], root / 'tok', root / 'out', 'd', workers=2)\n"
+    )
+    (tmp_path / "main.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "main.py"), str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+    workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    assert len(workers) >= 2
+    child.kill()
+    child.wait()
+    deadline = time.monotonic() + 20
+    while any(running(worker) for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [worker for worker in workers if running(worker)]
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_importing_prepare_loads_neither_torch_nor_megatron() -> None:
     program = "import sys, btx_nemo.data.prepare, btx_nemo.data.demo, btx_nemo.data.blend; print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
