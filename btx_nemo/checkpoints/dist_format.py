@@ -80,7 +80,9 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     metadata = restricted_pickle.load(read_regular(path, MAX_METADATA), _metadata_global, str(path))
     try:
         table, storage = metadata.state_dict_metadata, metadata.storage_data
-        places = {(index.fqn, tuple(index.offset or ())): info for index, info in storage.items() if index.fqn in table}
+        places = {}
+        for index, info in storage.items():  # an index leaves out what is None
+            places[index.fqn, tuple(index.state.get("offset") or ())] = info
         tensors = {}
         for key, value in table.items():
             if "chunks" in value.state:

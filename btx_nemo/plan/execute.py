@@ -121,8 +121,9 @@ def check_finite(tensor: torch.Tensor, box: Box, name: str, where: str) -> None:
     """Raise UserError naming file, tensor and index when a part of a source tensor is not finite."""
     if all_finite(tensor):
         return
-    at = torch.nonzero(~torch.isfinite(tensor.float()))
-    local = at[0].tolist() if len(at) else [0] * tensor.dim()  # empty: beyond fp32 only
+    wide = tensor if tensor.element_size() > 1 else tensor.float()
+    at = torch.nonzero(~torch.isfinite(wide))
+    local = at[0].tolist()
     index = [low + i for (low, _), i in zip(box, local, strict=True)]
     value = float(tensor[tuple(local)])
     raise UserError(

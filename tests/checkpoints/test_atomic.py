@@ -1,0 +1,81 @@
+"""Output folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from btx_testing.tensors import temporaries
+
+from btx_nemo.checkpoints import atomic
+from btx_nemo.checkpoints.atomic import atomic_dir
+from btx_nemo.errors import UserError
+
+
+def test_it_appears_at_the_end_only(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with atomic_dir(out) as folder:
+        (folder / "x").write_text("1")
+        assert not out.exists() and folder.parent == out.parent
+    assert (out / "x").read_text() == "1" and temporaries(out.parent) == []
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error), atomic_dir(tmp_path / "out") as folder:
+        (folder / "x").write_text("1")
+        raise error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whatever_exists_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("folder", "file", "link"):
+        with pytest.raises(UserError, match=f"{name}: already exists"), atomic_dir(tmp_path / name):
+            pass
+    with pytest.raises(UserError, match="cannot be made"), atomic_dir(tmp_path / "file" / "out"):
+        pass
+
+
+def test_no_space_is_known_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
+    with pytest.raises(UserError, match=r"needs .*1001 bytes.* are free"), atomic_dir(tmp_path / "out", 1001):
+        pytest.fail("must not begin")
+    assert list(tmp_path.iterdir()) == []
+    with atomic_dir(tmp_path / "out", 1000):
+        pass
+
+
+def test_what_a_killed_process_left_is_removed_but_not_a_living_ones(tmp_path: Path) -> None:
+    code = f"""
+import time
+from btx_nemo.checkpoints.atomic import atomic_dir
+with atomic_dir({str(tmp_path / "out")!r}) as folder:
+    (folder / "x").write_text("1")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    root = Path(__file__).parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    left = temporaries(tmp_path)
+    assert len(left) == 1
+    with atomic_dir(tmp_path / "out2"), pytest.raises(RuntimeError), atomic_dir(tmp_path / "out"):
+        assert set(left) < set(temporaries(tmp_path)), "the other process is alive: its folder stays"
+        raise RuntimeError
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    time.sleep(0.05)
+    assert temporaries(tmp_path) == left
+    with atomic_dir(tmp_path / "out"):
+        pass
+    assert temporaries(tmp_path) == []
