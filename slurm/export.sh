@@ -33,6 +33,6 @@ if [[ ! -e $out ]]; then # `export` renames the folder into place when it is who
   [[ -e $joint/DONE ]] || btx_die 2 "$joint/DONE is missing: the mixture is not trained; run mix.sh first"
   btx_log "export into $out"
   rc=0
-  btx_one export "$(btx_setting in "$joint")" "$(btx_setting out "$out")" "$@" || rc=$?
+  btx_one export "in=$joint" "out=$out" "$@" || rc=$?
 fi
 btx_finish "${rc:-0}" "$out"

@@ -15,8 +15,10 @@ import time
 from pathlib import Path
 
 
-def settings(arguments: list[str]) -> dict[str, str]:
-    return {k: v.strip("'") for k, _, v in (a.partition("=") for a in arguments if not a.startswith("-"))}
+def settings(command: str, arguments: list[str]) -> dict[str, str]:
+    """`k=v`: as Hydra reads a quoted value where the command uses Hydra, as it is for `export`."""
+    pairs = [a.partition("=") for a in arguments if not a.startswith("-")]
+    return {k: v if command == "export" else v.strip("'") for k, _, v in pairs}
 
 
 def whole_folder(out: Path, content: dict[str, str]) -> None:
@@ -63,7 +65,7 @@ def train(keys: dict[str, str], argv: list[str]) -> int:
 
 def main() -> int:
     command, argv = sys.argv[1], sys.argv[1:]
-    keys = settings(sys.argv[2:])
+    keys = settings(command, sys.argv[2:])
     if command == "train":
         return train(keys, argv)
     whole_folder(Path(keys["out"]), {"argv": " ".join(argv), **keys})
