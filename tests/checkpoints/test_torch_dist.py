@@ -128,7 +128,7 @@ def test_nothing_in_a_chunk_is_run(tmp_path: Path) -> None:
     assert len(content) <= data.stat().st_size
     padding = data.stat().st_size - len(content)
     data.write_bytes(content[:-2] + padding.to_bytes(2, "little") + b"\0" * padding)
-    with pytest.raises(UserError, match="decoder.a"):
+    with pytest.raises(UserError, match=r"decoder\.a.*refused"):
         DistReader(tmp_path).read("decoder.a")
     assert not (tmp_path / "ran").exists()
 

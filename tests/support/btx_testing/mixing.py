@@ -1,0 +1,44 @@
+"""Small specialists with tokenizers, for tests of mixing and converting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from btx_nemo.mix.config import MixConfig
+from btx_testing.models import make_llama
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+
+
+def add_tokenizer(folder: Path, words: int = 90, **changes: int) -> None:
+    """A word-level tokenizer.json with its settings; `changes` replaces ids of words."""
+    vocab = {f"w{i}": i for i in range(words)} | changes
+    table = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}}
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make_models(root: Path, *names: str, dtype: torch.dtype = torch.float32, **changes: Any) -> MixConfig:
+    """A seed and specialists below `root`, all different, and the settings that mix them into `root`/mix."""
+    for number, name in enumerate(("seed", *names)):
+        make_llama(root / name, seed=number, dtype=dtype, **{**SMALL, **changes})
+        add_tokenizer(root / name)
+    return MixConfig(
+        seed=str(root / "seed"),
+        experts={name: str(root / name) for name in names},
+        out=str(root / "mix"),
+        top_k=min(2, len(names) + 1),
+        workers=2,
+    )
