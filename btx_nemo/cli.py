@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     parsed = parser.parse_args(arguments)
+    if not parsed.debug:
+        _quiet()
     try:
         parsed.run(parsed)
         sys.stdout.flush()
@@ -37,6 +41,13 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _quiet() -> None:
+    """Hides what Megatron and torch say of themselves on a machine without a GPU; --debug shows it."""
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for module in (r"megatron\..*", r"torch\.distributed\..*", r"btx_nemo\.megatron\.platform"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,9 +113,11 @@ def _add_prepare_data(command: Callable) -> None:
 
 
 def _add_submit(command: Callable) -> None:
-    sub = command("submit", _submit, "Experts in parallel, then mix, then export: as Slurm jobs, or here without Slurm.")
+    sub = command(
+        "submit", _submit, "Experts in parallel, then mix, then export: as Slurm jobs, or here without Slurm."
+    )
     sub.add_argument("domains", nargs="+", help="one expert each")
-    sub.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default: runs)")
+    sub.add_argument("--runs", type=Path, help="folder of all runs (default: $BTX_RUNS, else runs)")
     sub.add_argument("--dry-run", action="store_true", help="print the sbatch lines and submit nothing")
     sub.add_argument("--local", action="store_true", help="run here, one after the other, even where Slurm is")
     sub.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="e.g. --sbatch=--partition=gpu")

@@ -11,7 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from btx_testing.pool import RankPool  # noqa: E402
+from btx_testing.pool import RankPool
 
 
 @pytest.fixture(scope="session")

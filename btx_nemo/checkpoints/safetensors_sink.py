@@ -31,9 +31,16 @@ RUN_BLOCKS = 16
 class SafetensorsSink:
     """Writes `targets` into `folder` as shards of at most `shard_size` bytes (a larger tensor has its own shard)."""
 
-    def __init__(self, folder: Path, targets: Mapping[str, TensorInfo], shard_size: int = 5 << 30) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        targets: Mapping[str, TensorInfo],
+        shard_size: int = 5 << 30,
+        producer: str | None = PRODUCER,
+    ) -> None:
         self.folder = folder
         self.targets = dict(targets)
+        self._metadata = {"format": "pt"} | ({"producer": producer} if producer else {})
         self._place: dict[str, tuple[int, int]] = {}
         self._fds: list[int] = []
         shards = _split(self.targets, shard_size)
@@ -48,7 +55,7 @@ class SafetensorsSink:
     def _create(self, file: str, names: list[str]) -> None:
         # Wide dtypes first, as the format's own writer has it: every tensor is then aligned to its element.
         names = sorted(names, key=lambda name: -ITEMSIZE[self.targets[name].dtype])
-        header: dict[str, object] = {"__metadata__": {"format": "pt", "producer": PRODUCER}}
+        header: dict[str, object] = {"__metadata__": self._metadata}
         position = 0
         for name in names:
             info = self.targets[name]

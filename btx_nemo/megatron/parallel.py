@@ -47,7 +47,8 @@ def check_layout(layout: LayoutConfig, ranks: int, model: ModelConfig) -> None:
         )
     if (ranks // layout.pp) % layout.ep:
         raise UserError(
-            f"layout.ep={layout.ep} does not divide the {ranks // layout.pp} ranks of a pipeline stage; choose a divisor"
+            f"layout.ep={layout.ep} does not divide the {ranks // layout.pp} ranks of a pipeline stage; "
+            "choose a divisor"
         )
 
 

@@ -19,12 +19,13 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__(hidden_size, eps=eps, dtype=torch.float32)
+        self.epsilon = eps
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalises in fp32 and scales in the input's dtype, as the Hugging Face models do."""
         x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.epsilon)
         return self.weight * x32.to(x.dtype)
 
 

@@ -5,21 +5,18 @@ Layout: `out`/checkpoints/step_00000100/ and `out`/latest, which names the newes
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from btx_nemo.checkpoints.atomic import fsync_dir, fsync_tree
-from btx_nemo.checkpoints.manifest import write_manifest
-from btx_nemo.errors import UserError
+from btx_nemo.checkpoints.atomic import fsync_dir, fsync_tree, write_file
+from btx_nemo.checkpoints.manifest import read_manifest, write_manifest
+from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.families.source import save_model_config
+from btx_nemo.families.source import find_checkpoint, save_model_config
 from btx_nemo.megatron.load import METADATA
 from btx_nemo.train.step import Trainee
 
@@ -36,12 +33,11 @@ class Progress:
 
 def latest_checkpoint(out: Path) -> Path | None:
     """The newest complete checkpoint of a run directory, or None where there is none yet."""
-    pointer = out / LATEST
-    if not pointer.exists():
+    if not (out / LATEST).exists():
         return None
-    folder = out / "checkpoints" / pointer.read_text().strip()
-    if not (folder / "manifest.json").exists():
-        raise UserError(f"{pointer}: names {folder.name}, which is not complete; remove {out} or restore the checkpoint")
+    folder = find_checkpoint(out)
+    assert folder is not None
+    read_manifest(folder)
     return folder
 
 
@@ -73,13 +69,12 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    # fork, threads and a tiny model: one writer a rank is enough on the CPU; Megatron's default is two.
     dist_checkpointing.save(_state(trainee, progress, loading=False), str(partial), content_metadata=dict(METADATA))
     dist.barrier()
     if first:
         save_model_config(model, partial)
         if tokenizer is not None:
-            shutil.copytree(tokenizer, partial / "tokenizer")
+            save_tokenizer(tokenizer, partial / "tokenizer")
         write_manifest(partial, kind="checkpoint", extra={"step": progress.step})
         fsync_tree(partial)
         partial.rename(final)
@@ -91,10 +86,7 @@ def save_checkpoint(
 
 
 def _point_to(out: Path, name: str) -> None:
-    pointer = out / f".{LATEST}.partial"
-    pointer.write_text(name + "\n")
-    os.replace(pointer, out / LATEST)
-    fsync_dir(out)
+    write_file(out / LATEST, name + "\n")
 
 
 def _prune(out: Path, keep: int) -> None:

@@ -37,7 +37,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def load_bars(load: list[list[float]], width: int = 8) -> str:
-    """Expert load as blocks, a word a layer, full height at twice the fair share; layers beyond `width` are left out."""
+    """Expert load as blocks, a word a layer, full height at twice the fair share; at most `width` layers."""
     words = []
     for layer in load[:width]:
         fair = 1 / len(layer)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from btx_nemo.checkpoints.atomic import write_file
+from btx_nemo.checkpoints.tokenizer_files import tokenizer_files
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import check_data, list_domains
 from btx_nemo.data.sampler import num_microbatches
@@ -64,7 +63,15 @@ def prepare(config: TrainConfig) -> Prepared:
 def _source(config: TrainConfig) -> ModelSource:
     if (config.init_from is None) == (config.model is None):
         raise UserError("init_from and model: give one of them, the weights to start from or a fresh architecture")
-    return open_source(Path(config.init_from)) if config.init_from else fresh_source(config.model)
+    if config.model is not None:
+        return fresh_source(config.model)
+    assert config.init_from is not None
+    if not Path(config.init_from).is_dir():
+        raise UserError(
+            f"init_from={config.init_from}: no such folder; give a Hugging Face folder, a checkpoint or a run directory "
+            "(BTX_SEED sets the default; btx-nemo demo --until seed makes a small one)"
+        )
+    return open_source(Path(config.init_from))
 
 
 def _check_stage(config: TrainConfig, source: ModelSource) -> None:
@@ -116,15 +123,10 @@ def _check_out(out: Path, config: TrainConfig) -> None:
 
 
 def _tokenizer(config: TrainConfig, source: ModelSource) -> Path | None:
-    candidates = [Path(config.tokenizer)] if config.tokenizer else [source.tokenizer, Path(config.data.path) / "tokenizer"]
-    for folder in candidates:
-        if folder is not None and (folder / "tokenizer_config.json").exists():
+    given = Path(config.tokenizer) if config.tokenizer else None
+    for folder in [given] if given else [source.tokenizer, Path(config.data.path) / "tokenizer"]:
+        if folder is not None and tokenizer_files(folder):
             return folder
-    if config.tokenizer:
-        raise UserError(f"tokenizer={config.tokenizer}: no tokenizer_config.json there; give a tokenizer's folder")
+    if given:
+        raise UserError(f"tokenizer={given}: no tokenizer there; give the folder of a Hugging Face tokenizer")
     return None
-
-
-def mark_done(out: Path, checkpoint: Path, step: int) -> None:
-    """Writes `out`/DONE, the last thing a run does."""
-    write_file(out / "DONE", json.dumps({"step": step, "checkpoint": str(checkpoint.relative_to(out))}) + "\n")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.config.load import save_resolved
 from btx_nemo.config.schema import TrainConfig
+from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.data.blend import build_datasets, list_domains
 from btx_nemo.data.sampler import batches, num_microbatches, num_validation_microbatches, validation_batches
 from btx_nemo.errors import Stopped
@@ -21,7 +25,7 @@ from btx_nemo.train.prepare import Prepared, prepare
 from btx_nemo.train.routing import collect_routing, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
-from btx_nemo.train.step import Trainee, mean_validation_loss, train_step
+from btx_nemo.train.step import mean_validation_loss, train_step
 
 
 def train(config: TrainConfig) -> None:
@@ -176,6 +180,12 @@ class _Run:
         )
 
     def _finish(self) -> None:
+        """Exports when asked, then writes DONE: a killed run that lacks it does this again."""
         if self.first:
-            self.prepared.finish()
+            if self.config.export:
+                export = self.out / "hf"
+                if export.exists():  # of a run that was killed between the export and DONE
+                    shutil.rmtree(export)
+                export_hf(self.out, export)
+            write_file(self.out / "DONE", json.dumps({"step": self.config.steps}) + "\n")
         dist.barrier()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from btx_nemo.errors import UserError
-from btx_nemo.families.base import read_config, to_megatron
+from btx_nemo.families import source as families_source
+from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Full, Normal, Take
@@ -47,27 +47,13 @@ def open_source(folder: Path) -> ModelSource:
 
     Raises UserError when `folder` is none of these, or is damaged.
     """
-    from btx_nemo.checkpoints.safetensors import SafetensorsReader
-
-    if (folder / "config.json").exists():
-        model = read_config(folder)
-        return ModelSource(
-            model=model, expressions=to_megatron(model), readers={"hf": SafetensorsReader(folder)}, tokenizer=folder
-        )
-    if not folder.is_dir():
-        raise UserError(
-            f"init_from={folder}: no such folder; give a Hugging Face folder, a checkpoint or a run directory "
-            "(btx-nemo demo --until seed makes a small seed)"
-        )
-    from btx_nemo.checkpoints.torch_dist import DistReader
-    from btx_nemo.convert.checkpoint import find_checkpoint, read_model_config
-
-    checkpoint = find_checkpoint(folder)
-    model = read_model_config(checkpoint)
-    expressions = {key: Take("ckpt", key) for key in to_megatron(model)}
+    source = families_source.open_source(folder)
+    families_source.check_tied(source)
+    keys = to_megatron(source.config)
+    expressions = keys if source.kind == "hf" else {key: Take(source.name, key) for key in keys}
     return ModelSource(
-        model=model,
+        model=source.config,
         expressions=expressions,
-        readers={"ckpt": DistReader(checkpoint)},
-        tokenizer=checkpoint / "tokenizer",
+        readers={source.name: source.reader},
+        tokenizer=source.tokenizer,
     )

@@ -53,7 +53,9 @@ def _forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
     return losses_BS, loss_function
 
 
-def _run_schedule(model: Any, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int, **kw: Any):
+def _run_schedule(
+    model: Any, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int, **kw: Any
+):
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     return get_forward_backward_func()(

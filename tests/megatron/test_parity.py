@@ -53,7 +53,9 @@ def test_dense_logits_equal_transformers(
         torch.testing.assert_close(result, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("layout", "ranks_wanted"), [({}, 1), ({"tp": 2, "ep": 2}, 2), ({"tp": 2, "pp": 2, "ep": 2}, 4)])
+@pytest.mark.parametrize(
+    ("layout", "ranks_wanted"), [({}, 1), ({"tp": 2, "ep": 2}, 2), ({"tp": 2, "pp": 2, "ep": 2}, 4)]
+)
 def test_mixture_logits_equal_transformers(
     ranks: RankPool, mixtral: Path, layout: dict[str, int], ranks_wanted: int
 ) -> None:
@@ -65,9 +67,7 @@ def test_mixture_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(("layout", "ranks_wanted"), LAYOUTS)
-def test_steps_agree_across_layouts(
-    ranks: RankPool, mixtral: Path, layout: dict[str, int], ranks_wanted: int
-) -> None:
+def test_steps_agree_across_layouts(ranks: RankPool, mixtral: Path, layout: dict[str, int], ranks_wanted: int) -> None:
     """Loss, gradient norm, balance loss and routing of the first step, and the loss after three, within 1e-4."""
     batch, options = jobs.random_batch(256, total=4, length=32), {"steps": 3}
     (alone,) = ranks.run(jobs.one_step, str(mixtral), {}, batch, options, ranks=1)

@@ -22,17 +22,13 @@ def _loss_and_grad(detach_u: bool) -> tuple[torch.Tensor, torch.Tensor, dict]:
 def test_golden_loss_and_gradient_through_both_factors() -> None:
     loss, grad, expected = _loss_and_grad(detach_u=False)
     assert abs(loss.item() - expected["loss_btx"]) < 1e-12
-    torch.testing.assert_close(
-        grad, torch.tensor(expected["grad_btx_full"], dtype=torch.float64), atol=1e-12, rtol=0
-    )
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_btx_full"], dtype=torch.float64), atol=1e-12, rtol=0)
 
 
 def test_golden_gradient_with_u_detached() -> None:
     loss, grad, expected = _loss_and_grad(detach_u=True)
     assert abs(loss.item() - expected["loss_btx"]) < 1e-12
-    torch.testing.assert_close(
-        grad, torch.tensor(expected["grad_u_detached"], dtype=torch.float64), atol=1e-12, rtol=0
-    )
+    torch.testing.assert_close(grad, torch.tensor(expected["grad_u_detached"], dtype=torch.float64), atol=1e-12, rtol=0)
 
 
 def test_uniform_routing_costs_one() -> None:

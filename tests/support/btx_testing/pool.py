@@ -89,7 +89,7 @@ def _serve(connection: Connection) -> None:
             return
         try:
             connection.send((True, _run(function, args, rank, ranks, store)))
-        except BaseException:  # noqa: B902 - whatever it was, the test must see it
+        except BaseException:
             connection.send((False, traceback.format_exc()))
 
 
