@@ -57,7 +57,9 @@ def megatron_logits(folder: Path, tokens_BS: Tensor, layout: LayoutConfig | None
 def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     """fp32 logits [B, S, V] of a Hugging Face folder, computed by transformers in fp32."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     except (OSError, ValueError, KeyError) as error:

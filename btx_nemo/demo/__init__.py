@@ -1,0 +1,1 @@
+"""The whole pipeline, small, on this machine."""
