@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -65,8 +66,10 @@ def atomic_dir(out: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         refuse_existing(out)
         os.rename(temporary, out)
         fsync_dir(out.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(f"{out}: the disk became full; free space or choose another place") from None
         raise
 
 

@@ -16,6 +16,8 @@ from btx_nemo.errors import UserError
 
 MANIFEST = "manifest.json"
 VERSION = 1
+EDITABLE = (".json", ".jinja", ".txt", ".md", ".yaml")
+"""Kinds of files that people change afterwards (a chat template, generation settings): only their presence is held."""
 
 
 def write_manifest(folder: Path, *, kind: str, extra: Mapping[str, Any] | None = None, checksums: bool = False) -> None:
@@ -59,7 +61,7 @@ def read_manifest(folder: Path, *, checksums: bool = False) -> dict[str, Any]:
         if not at.is_file():
             raise UserError(f"{at}: missing, but named in {MANIFEST}; copy the folder again")
         size = at.stat().st_size
-        if size != facts.get("size"):
+        if size != facts.get("size") and (checksums or at.suffix not in EDITABLE):
             raise UserError(f"{at}: {size} bytes, but {MANIFEST} says {facts.get('size')}; copy the folder again")
         if checksums and "sha256" in facts and file_sha256(at) != facts["sha256"]:
             raise UserError(f"{at}: content differs from {MANIFEST}; copy the folder again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import struct
@@ -15,7 +14,6 @@ import torch
 from btx_nemo.checkpoints.reader import byte_view
 from btx_nemo.checkpoints.safetensors import INDEX, SINGLE
 from btx_nemo.checkpoints.safetensors_header import NAMES
-from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import BLOCK_BYTES
 from btx_nemo.plan.expr import FRESH
 from btx_nemo.plan.layout import ITEMSIZE, Box, TensorInfo, row_blocks
@@ -91,15 +89,11 @@ class SafetensorsSink:
         offset = sum(low * prod(info.shape[dim + 1 :]) for dim, (low, _) in enumerate(box)) * item
         self._pwrite(self._fds[number], byte_view(tensor), start + offset)
 
-    def _pwrite(self, fd: int, data: memoryview, offset: int) -> None:
+    @staticmethod
+    def _pwrite(fd: int, data: memoryview, offset: int) -> None:
         done = 0
         while done < len(data):
-            try:
-                done += os.pwrite(fd, data[done:], offset + done)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise UserError(f"{self.folder.parent}: the disk is full; free space and run again") from None
-                raise
+            done += os.pwrite(fd, data[done:], offset + done)
 
     def close(self) -> None:
         """Make the data durable, write the index, close the files."""

@@ -36,6 +36,8 @@ def read(config: Mapping[str, Any], where: str) -> ModelConfig:
     _refuse_unsupported(config, where, max_positions, defaults)
     heads = _natural(config, "num_attention_heads", where)
     hidden = _natural(config, "hidden_size", where)
+    if config.get("head_dim") is None and hidden % heads:
+        raise UserError(f"{where}: num_attention_heads={heads} does not divide hidden_size={hidden}; give head_dim")
     theta, scaling = read_rope(config, where, defaults["rope_theta"])
     moe = None
     if kind == "mixtral":

@@ -121,22 +121,12 @@ def _open_hf(folder: Path, name: str) -> Source:
 def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
-    table = get_family(config.family).to_hf(config)
-    table = {n: substitute(expr, "ckpt", _Renamed(name)) for n, expr in table.items()}
+    family = get_family(config.family)
+    stored = {key: Take(name, key) for key in family.to_megatron(config)}
+    table = {hf_name: substitute(expr, "ckpt", stored) for hf_name, expr in family.to_hf(config).items()}
     tokenizer = folder / "tokenizer"
     base = read_json(tokenizer / "config.json") if (tokenizer / "config.json").exists() else special_ids(tokenizer)
     return Source(name, folder, "megatron", config, DistReader(folder), table, {}, base, tokenizer)
-
-
-class _Renamed(dict[str, Expr]):
-    """The table that moves every Take to another source name."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.source = source
-
-    def get(self, key: str, default: Any = None) -> Any:  # type: ignore[override]
-        return Take(self.source, key)
 
 
 def read_model_json(folder: Path) -> ModelConfig:

@@ -38,7 +38,7 @@ def summary_lines(plan: Plan, workers: int) -> list[str]:
     """Totals and the bound on memory."""
     lines = [
         f"{len(plan.jobs)} tensors, {human_bytes(plan.nbytes)} to write, "
-        f"peak memory at most {human_bytes(peak_memory_bound(plan, workers))} over the interpreter ({workers} workers)"
+        f"peak memory at most {human_bytes(peak_memory_bound(plan, workers))} of tensors at a time ({workers} workers)"
     ]
     for (source, name), reason in plan.dropped.items():
         lines.append(f"dropped: {source}:{name} ({reason})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -51,6 +52,13 @@ def test_no_space_is_known_before_anything_is_written(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
     with atomic_dir(tmp_path / "out", 1000):
         pass
+
+
+def test_a_disk_that_becomes_full_is_the_users_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="out: the disk became full"), atomic_dir(tmp_path / "out") as folder:
+        (folder / "x").write_text("1")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_process_left_is_removed_but_not_a_living_ones(tmp_path: Path) -> None:

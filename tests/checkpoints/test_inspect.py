@@ -89,6 +89,7 @@ def test_a_manifest_with_checksums_notices_a_changed_byte(tmp_path: Path) -> Non
     assert read_manifest(tmp_path, checksums=True)["step"] == 3
     (tmp_path / "x").write_bytes(b"1235")
     read_manifest(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("")  # not named: a new file changes nothing
     with pytest.raises(UserError, match="content differs"):
         read_manifest(tmp_path, checksums=True)
     table = json.loads((tmp_path / MANIFEST).read_text())

@@ -123,7 +123,7 @@ def test_what_goes_wrong_leaves_nothing(tmp_path: Path, which: str, monkeypatch:
         with pytest.raises(UserError, match="the result needs"):
             run(given, tmp_path / "out")
     wrong = tmp_path / "ckpt" if which == "import" else src
-    with pytest.raises(UserError, match="already; (im|ex)port takes"):
+    with pytest.raises(UserError, match=r"already; (im|ex)port takes"):
         run(wrong, tmp_path / "out")
     data = max(given.iterdir(), key=lambda path: path.stat().st_size)
     os.truncate(data, data.stat().st_size // 2)
