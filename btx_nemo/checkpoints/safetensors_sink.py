@@ -14,6 +14,7 @@ import torch
 from btx_nemo.checkpoints.reader import byte_view
 from btx_nemo.checkpoints.safetensors import INDEX, SINGLE
 from btx_nemo.checkpoints.safetensors_header import NAMES
+from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import BLOCK_BYTES
 from btx_nemo.plan.expr import FRESH
 from btx_nemo.plan.layout import ITEMSIZE, Box, TensorInfo, row_blocks
@@ -22,6 +23,8 @@ from btx_nemo.plan.plan import Job
 PRODUCER = "btx_nemo"
 """Value of the header's metadata key `producer`: marks a file that a manifest belongs to."""
 ALIGNMENT = 64
+MAX_SHARDS = 800
+"""All shards are open at once: fewer than the usual limit of 1024 open files."""
 RUN_BLOCKS = 16
 """Blocks that one worker writes in a row."""
 
@@ -42,6 +45,8 @@ class SafetensorsSink:
         self._place: dict[str, tuple[int, int]] = {}
         self._fds: list[int] = []
         shards = _split(self.targets, shard_size)
+        if len(shards) > MAX_SHARDS:
+            raise UserError(f"shard_size={shard_size} makes {len(shards)} shards; choose a larger one")
         self.files = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
         try:
             for file, names in zip(self.files, shards, strict=True):

@@ -66,9 +66,11 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
         if isinstance(vocab, list):  # unigram: [token, score] in order of id
             ids = {entry[0]: number for number, entry in enumerate(vocab)}
         else:
-            ids = {str(token): int(number) for token, number in vocab.items()}
+            ids = dict(vocab)
         for token in table.get("added_tokens") or ():
-            ids[token["content"]] = int(token["id"])
+            ids[token["content"]] = token["id"]
+        if not all(type(number) is int and isinstance(token, str) for token, number in ids.items()):
+            raise ValueError("an id is not a whole number")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
         raise UserError(f"{path}: no vocabulary inside; copy the tokenizer again") from None
     return ids

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -126,12 +125,9 @@ class DistSink:
         stream = self._streams.get(file)
         if stream is None:
             stream = self._streams[file] = open(self.folder / file, "xb")  # noqa: SIM115
-        # A copy of its own: torch.save stores the whole memory behind a view.
-        archive = io.BytesIO()
-        torch.save(tensor.clone(), archive)
         offset = stream.tell()
-        stream.write(archive.getbuffer())
-        self._places[target, box] = (file, offset, archive.tell())
+        torch.save(tensor.clone(), stream)  # a copy of its own: torch.save stores the whole memory behind a view
+        self._places[target, box] = (file, offset, stream.tell() - offset)
 
     def close(self) -> None:
         """Write `.metadata`, `common.pt` and `metadata.json`; close and sync all files."""

@@ -60,7 +60,7 @@ def family_of(config: Mapping[str, Any], where: str) -> Family:
     _load_built_in()
     model_type = config.get("model_type")
     known = {kind: family for family in FAMILIES.values() for kind in family.model_types}
-    if model_type not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         raise UserError(f"{where}: model_type {model_type!r} is not supported; known: {', '.join(sorted(known))}")
     return known[model_type]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.families.sizes import check_sizes
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "kv_heads": None},
@@ -45,7 +46,7 @@ def read(config: Mapping[str, Any], where: str) -> ModelConfig:
         names = config.get("btx_experts")
         names = [str(name) for name in names] if isinstance(names, list) and len(names) == count else []
         moe = MoEConfig(num_experts=count, top_k=_natural(config, "num_experts_per_tok", where, 2), experts=names)
-    return ModelConfig(
+    model = ModelConfig(
         family="llama",
         num_layers=_natural(config, "num_hidden_layers", where),
         hidden_size=hidden,
@@ -62,6 +63,7 @@ def read(config: Mapping[str, Any], where: str) -> ModelConfig:
         init_std=_number(config, "initializer_range", where, 0.02),
         moe=moe,
     )
+    return check_sizes(model, where)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], where: str, positions: int, defaults: Mapping[str, Any]) -> None:
@@ -109,7 +111,7 @@ def _scaling(value: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     kind = value.get("rope_type", value.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UserError(f"{where}: rope scaling {kind!r} is not supported; known: default, {', '.join(ROPE_TYPES)}")
     result: dict[str, Any] = {"rope_type": kind}
     for key in ROPE_TYPES[kind]:

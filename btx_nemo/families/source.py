@@ -19,9 +19,11 @@ from btx_nemo.checkpoints.reader import Reader, read_regular
 from btx_nemo.checkpoints.safetensors import SafetensorsReader, read_json
 from btx_nemo.checkpoints.tokenizer_files import special_ids, write_json
 from btx_nemo.checkpoints.torch_dist import DistReader
+from btx_nemo.config.build import build
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import get_family, read_config
-from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.sizes import check_sizes
 from btx_nemo.plan.execute import BLOCK_BYTES
 from btx_nemo.plan.expr import Expr, Take, infer, substitute
 from btx_nemo.plan.layout import Layout, row_blocks
@@ -132,12 +134,7 @@ def _open_megatron(folder: Path, name: str) -> Source:
 def read_model_json(folder: Path) -> ModelConfig:
     """ModelConfig from a checkpoint's model.json. Raises UserError."""
     path = folder / MODEL_JSON
-    table = read_json(path)
-    try:
-        moe = table.pop("moe", None)
-        return ModelConfig(**table, moe=MoEConfig(**moe) if moe else None)
-    except TypeError as error:
-        raise UserError(f"{path}: not a model description ({error}); was it written by another version?") from None
+    return check_sizes(build(ModelConfig, read_json(path), where=str(path)), str(path))
 
 
 def save_model_config(config: ModelConfig, folder: Path) -> None:

@@ -74,6 +74,27 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, kind: str, damage: Callabl
     assert str(folder) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 10**15}, "num_layers"),
+        ({"num_layers": "2"}, "num_layers must be int"),
+        ({"head_dim": None}, "head_dim must be int"),
+        ({"colour": 3}, "unknown key colour"),
+        ({"num_layers": 3}, "no tensor"),
+        ({"moe": {"num_experts": 0}}, "num_experts=0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_model_description_is_refused(tmp_path: Path, change: dict, message: str) -> None:
+    make_llama(tmp_path / "hf", **SMALL)
+    import_hf(tmp_path / "hf", tmp_path / "ckpt")
+    path = tmp_path / "ckpt" / "model.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        inspect_checkpoint(tmp_path / "ckpt")
+
+
 def test_other_folders_are_refused(tmp_path: Path) -> None:
     make_llama(tmp_path / "half", **SMALL)
     (tmp_path / "half" / "model.safetensors").unlink()

@@ -1,0 +1,42 @@
+"""Bounds on what a settings file may claim, so that a damaged one is refused instead of keeping a process busy."""
+
+from __future__ import annotations
+
+import math
+
+from btx_nemo.errors import UserError
+from btx_nemo.families.config import ModelConfig
+
+LARGEST = {
+    "num_layers": 4096,
+    "hidden_size": 1 << 24,
+    "ffn_hidden_size": 1 << 24,
+    "num_attention_heads": 4096,
+    "num_query_groups": 4096,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 28,
+    "max_position_embeddings": 1 << 40,
+}
+MOST_BLOCKS = 1 << 18
+"""Feed-forward blocks: layers times experts."""
+
+
+def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
+    """The model itself when every size is possible. Raises UserError naming the one that is not."""
+    for name, largest in LARGEST.items():
+        value = getattr(config, name)
+        if type(value) is not int or not 0 < value <= largest:
+            raise UserError(f"{where}: {name}={value!r} must be a whole number from 1 to {largest}")
+    for name in ("norm_eps", "rope_theta", "init_std"):
+        value = getattr(config, name)
+        if not (math.isfinite(value) and value > 0):
+            raise UserError(f"{where}: {name}={value!r} must be a positive number")
+    if config.moe:
+        count, top_k = config.moe.num_experts, config.moe.top_k
+        if count < 1 or count * config.num_layers > MOST_BLOCKS:
+            raise UserError(f"{where}: num_experts={count} is not possible with {config.num_layers} layers")
+        if not 0 < top_k <= count:
+            raise UserError(f"{where}: top_k={top_k} must be from 1 to the {count} experts")
+        if config.moe.experts and len(config.moe.experts) != count:
+            raise UserError(f"{where}: names {len(config.moe.experts)} experts but num_experts={count}")
+    return config
