@@ -9,22 +9,28 @@ import argparse
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from btx_nemo import __version__
-from btx_nemo.errors import BtxError, UserError
+from btx_nemo.errors import BtxError, Stopped, UserError
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
+_ALONE_SECONDS = 5.0
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
-    parsed = parser.parse_args(arguments)
+    ours, passed_on = arguments, []
+    if "--" in arguments and arguments[:1] == ["submit"]:  # argparse would take the overrides for domains
+        cut = arguments.index("--")
+        ours, passed_on = arguments[:cut], arguments[cut + 1 :]
+    parsed = parser.parse_args(ours, argparse.Namespace(passed_on=passed_on))
     if not parsed.debug:
         _quiet()
     try:
@@ -33,7 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BtxError as error:
         if parsed.debug:
             raise
-        print(f"btx-nemo {parsed.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        _say_once(f"btx-nemo {parsed.command}: {' '.join(str(error).split())}", error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print(f"btx-nemo {parsed.command}: interrupted", file=sys.stderr)
@@ -41,6 +47,21 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+
+
+def _say_once(line: str, error: BtxError) -> None:
+    """Prints an error that all ranks of a job met, once.
+
+    The first rank speaks. When it goes down the launcher ends the others; one that is still here after a while met the
+    error alone (a folder missing on its node, say), and then says so.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        if isinstance(error, Stopped):
+            return
+        time.sleep(_ALONE_SECONDS)
+        line = f"{line} (rank {rank})"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _quiet() -> None:
@@ -116,7 +137,7 @@ def _add_submit(command: Callable) -> None:
     sub = command(
         "submit", _submit, "Experts in parallel, then mix, then export: as Slurm jobs, or here without Slurm."
     )
-    sub.add_argument("domains", nargs="+", help="one expert each")
+    sub.add_argument("domains", nargs="+", help="one expert each; after --: overrides for the trainings")
     sub.add_argument("--runs", type=Path, help="folder of all runs (default: $BTX_RUNS, else runs)")
     sub.add_argument("--dry-run", action="store_true", help="print the sbatch lines and submit nothing")
     sub.add_argument("--local", action="store_true", help="run here, one after the other, even where Slurm is")
@@ -211,18 +232,14 @@ def _verify(arguments: argparse.Namespace) -> None:
 def _submit(arguments: argparse.Namespace) -> None:
     from btx_nemo.launch.submit import SubmitCommand, submit_command
 
-    domains, overrides = arguments.domains, []
-    if "--" in sys.argv:
-        overrides = sys.argv[sys.argv.index("--") + 1 :]
-        domains = domains[: len(domains) - len(overrides)]
     submit_command(
         SubmitCommand(
-            domains=domains,
+            domains=arguments.domains,
             runs=arguments.runs,
             dry_run=arguments.dry_run,
             local=arguments.local,
             sbatch=arguments.sbatch,
-            overrides=overrides,
+            overrides=arguments.passed_on,
         )
     )
 
