@@ -16,41 +16,50 @@ def megatron_logits(folder: Path, tokens_BS: Tensor, layout: LayoutConfig | None
 
     Collective over the ranks of `layout`; None on ranks that are not of the last pipeline stage.
     """
-    from megatron.core import parallel_state as mpu
-    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-
     from btx_nemo.megatron.load import load_weights
     from btx_nemo.megatron.model import build_model
     from btx_nemo.megatron.parallel import parallel_state
-    from btx_nemo.megatron.platform import device
     from btx_nemo.train.source import open_source
 
     layout = layout or LayoutConfig()
     source = open_source(folder)
-    with parallel_state(layout, seed=0), torch.no_grad():
-        gpt = build_model(source.model, layout).eval()
+    with parallel_state(layout, seed=0):
+        gpt = build_model(source.model, layout)
         load_weights(gpt, source.expressions, source.readers, seed=0)
-        outputs: list[Tensor] = []
+        return model_logits(gpt, tokens_BS)
 
-        def forward_step(_: object, model: torch.nn.Module):
-            tokens = tokens_BS.to(device())
-            positions = torch.arange(tokens.shape[1], device=device())[None].expand_as(tokens)
-            logits = model(tokens, positions, None)
-            if mpu.is_pipeline_last_stage():
-                outputs.append(gather_from_tensor_model_parallel_region(logits).float().cpu())
-            return logits, lambda _: (torch.zeros((), device=device()), {})
 
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+@torch.no_grad()
+def model_logits(gpt: torch.nn.Module, tokens_BS: Tensor) -> Tensor | None:
+    """fp32 logits [B, S, V], on the CPU, of a live model of Megatron's, which is put in evaluation mode.
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=None,
-            model=[gpt],
-            num_microbatches=1,
-            seq_length=tokens_BS.shape[1],
-            micro_batch_size=tokens_BS.shape[0],
-            forward_only=True,
-        )
+    Collective over its ranks; None on those that are not of the last pipeline stage.
+    """
+    from megatron.core import parallel_state as mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    from btx_nemo.megatron.platform import device
+
+    outputs: list[Tensor] = []
+
+    def forward_step(_: object, model: torch.nn.Module):
+        tokens = tokens_BS.to(device())
+        positions = torch.arange(tokens.shape[1], device=device())[None].expand_as(tokens)
+        logits = model(tokens, positions, None)
+        if mpu.is_pipeline_last_stage():
+            outputs.append(gather_from_tensor_model_parallel_region(logits).float().cpu())
+        return logits, lambda _: (torch.zeros((), device=device()), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=None,
+        model=[gpt.eval()],
+        num_microbatches=1,
+        seq_length=tokens_BS.shape[1],
+        micro_batch_size=tokens_BS.shape[0],
+        forward_only=True,
+    )
     return outputs[0] if outputs else None
 
 
