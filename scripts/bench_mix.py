@@ -83,9 +83,8 @@ def copy(source: Path, target: Path, sync: bool) -> float:
     return seconds
 
 
-def measure(root: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """One round: a mix, and both kinds of copy of its result."""
-    out = root / "mix"
+def mix(root: Path, out: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Mix in a process of its own: seconds, CPU seconds, bytes of memory over the interpreter after its imports."""
     experts = {f"e{i}": str(root / f"e{i}") for i in range(arguments.experts)}
     config = {"seed": str(root / "seed"), "experts": experts, "out": str(out), "workers": arguments.workers}
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
@@ -97,13 +96,17 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, float]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    facts = json.loads(child.stdout.splitlines()[-1])
-    facts["bytes"] = sum(path.stat().st_size for path in out.iterdir())
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def measure(root: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """One round: a mix, and both kinds of copy of an earlier result, each after the one before is gone."""
+    facts = mix(root, root / "mix", arguments)
+    shutil.rmtree(root / "mix")
     os.sync()
-    facts["cp"] = copy(out, root / "copy", sync=False)
-    facts["cp_sync"] = copy(out, root / "copy", sync=True)
-    shutil.rmtree(out)
-    os.sync()
+    facts["cp"] = copy(root / "reference", root / "copy", sync=False)
+    facts["cp_sync"] = copy(root / "reference", root / "copy", sync=True)
+    facts["bytes"] = sum(path.stat().st_size for path in (root / "reference").iterdir())
     return facts
 
 
@@ -123,6 +126,7 @@ def main() -> None:
             largest = make_model(root / name, arguments.size, arguments.dtype, number)
         print(f"{'round':>5} {'mix s':>7} {'cpu s':>7} {'cp s':>7} {'cp+sync s':>9} {'GB/s':>6} "
               f"{'vs cp':>6} {'vs cp+sync':>10} {'peak MB':>8}")  # fmt: skip
+        mix(root, root / "reference", arguments)
         measure(root, arguments)  # not counted: fills the page cache
         ratios = []
         for number in range(arguments.rounds):

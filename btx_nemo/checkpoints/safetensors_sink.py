@@ -25,7 +25,7 @@ PRODUCER = "btx_nemo"
 ALIGNMENT = 64
 MAX_SHARDS = 800
 """All shards are open at once: fewer than the usual limit of 1024 open files."""
-RUN_BLOCKS = 16
+RUN_BLOCKS = 64
 """Blocks that one worker writes in a row."""
 
 

@@ -38,8 +38,8 @@ from btx_nemo.plan.expr import (
 from btx_nemo.plan.layout import ITEMSIZE, Box, Layout, TensorInfo, full_box
 from btx_nemo.plan.plan import Job, Plan
 
-BLOCK_BYTES = 4 << 20
-"""Target bytes that one worker makes at a time: large enough for the disk, small enough for the CPU's cache."""
+BLOCK_BYTES = 1 << 20
+"""Target bytes that one worker makes at a time: with its parts it stays in the CPU's cache (scripts/bench_mix.py)."""
 
 
 class TensorReader(Protocol):
