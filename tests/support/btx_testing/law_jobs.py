@@ -1,0 +1,69 @@
+"""Megatron's own checkpoint reader and writer on live models, run on gloo ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from btx_nemo.config.schema import LayoutConfig
+
+
+def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
+    """fp32 logits of a live GPTModel that Megatron's dist_checkpointing.load has filled from a checkpoint folder.
+
+    Every parameter is NaN before, so that whatever is not loaded shows.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    from btx_nemo.convert.checkpoint import read_model_config
+    from btx_nemo.convert.logits import model_logits
+    from btx_nemo.megatron.load import METADATA
+    from btx_nemo.megatron.model import build_model
+    from btx_nemo.megatron.parallel import parallel_state
+
+    config = LayoutConfig(**layout)
+    with parallel_state(config, seed=0):
+        gpt = build_model(read_model_config(Path(folder)), config)
+        with torch.no_grad():
+            for parameter in gpt.parameters():
+                parameter.fill_(float("nan"))
+        state, missing, unexpected = dist_checkpointing.load(
+            gpt.sharded_state_dict(metadata=METADATA), folder, strict=StrictHandling.RETURN_ALL
+        )
+        # A model asks for Transformer Engine's FP8 state too, which weights that were converted do not have.
+        beyond = [key for key in (*missing, *unexpected) if not key.endswith("._extra_state")]
+        assert not beyond, f"the checkpoint and the model differ in {beyond}"
+        gpt.load_state_dict(state)
+        return model_logits(gpt, tokens)
+
+
+def megatron_saves(source: str, out: str, layout: dict[str, int], precision: str) -> None:
+    """Builds a live GPTModel from any model folder and saves it by Megatron's dist_checkpointing.save."""
+    from megatron.core import dist_checkpointing
+
+    from btx_nemo.checkpoints.manifest import write_manifest
+    from btx_nemo.families.source import save_model_config
+    from btx_nemo.megatron.load import METADATA, load_weights
+    from btx_nemo.megatron.model import build_model
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.source import open_source
+
+    # Megatron's writer starts processes, which a daemon, as the pool's ranks are, may not.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    config, model = LayoutConfig(**layout), open_source(Path(source))
+    with parallel_state(config, seed=0):
+        gpt = build_model(model.model, config, precision=precision)
+        load_weights(gpt, model.expressions, model.readers, seed=0)
+        if dist.get_rank() == 0:
+            Path(out).mkdir()
+        dist.barrier()
+        dist_checkpointing.save(gpt.sharded_state_dict(metadata=METADATA), out, content_metadata=dict(METADATA))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            save_model_config(model.model, Path(out))
+            write_manifest(Path(out), kind="checkpoint", extra={"step": 0})
+        dist.barrier()
