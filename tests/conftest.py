@@ -11,7 +11,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from btx_testing.commands import CommandServer
 from btx_testing.pool import RankPool
+from btx_testing.runs import TinyWorld, make_world
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +22,17 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def commands() -> Iterator[CommandServer]:
+    """Runs the command line without its start-up time."""
+    server = CommandServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    """Data and models for tiny training runs; read only."""
+    return make_world(tmp_path_factory.mktemp("world"))

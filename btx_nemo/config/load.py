@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.errors import EnvironmentLacks, UserError
 
 
@@ -67,9 +68,9 @@ def _one_line(error: Exception) -> str:
 
 
 def save_resolved(config: Any, path: Path) -> None:
-    """Writes a configuration dataclass as YAML, every default filled in."""
+    """Writes a configuration dataclass as YAML, every default filled in; whole or not at all."""
     import dataclasses
 
     import yaml
 
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_file(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -49,3 +51,34 @@ def mark_tensor_parallel(gpt: Any) -> None:
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(tensor=weight, is_parallel=True, dim=dim, stride=1)
+
+
+def mark_experts(gpt: Any) -> None:
+    """Marks the experts' weights as such: their gradients are summed over all ranks that hold the same expert.
+
+    Megatron does so only where experts are spread (ep > 1). Without the mark, tensor-parallel ranks that hold whole
+    experts but, by sequence parallelism, different tokens would each train a version of their own.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for module in gpt.modules():
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
+
+
+@contextlib.contextmanager
+def writer_without_manager() -> Iterator[None]:
+    """While entered, Megatron's checkpoint writer collects its results in this process.
+
+    It starts a manager process for that, of use only to asynchronous saves, which outlives a killed run for ever and,
+    worse, dies of a signal to the whole job (Slurm's SIGTERM), so that the checkpoint on request would fail.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    before = filesystem_async._results_queue
+    filesystem_async._results_queue = queue.Queue()
+    try:
+        yield
+    finally:
+        filesystem_async._results_queue = before

@@ -9,7 +9,7 @@ import torch
 from btx_nemo.config.schema import LayoutConfig, RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import inverse_frequencies
-from btx_nemo.megatron.compat import mark_tensor_parallel
+from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
 from btx_nemo.megatron.specs import block_spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -85,6 +85,7 @@ def build_model(
         post_process=mpu.is_pipeline_last_stage(),
     ).to(device())
     mark_tensor_parallel(gpt)
+    mark_experts(gpt)
     # Megatron knows one fixed set of Llama 3's scaling numbers; the frequencies themselves leave nothing to guess.
     gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(device())
     return gpt

@@ -17,7 +17,9 @@ from btx_nemo.checkpoints.manifest import read_manifest, write_manifest
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import find_checkpoint, save_model_config
+from btx_nemo.megatron.compat import writer_without_manager
 from btx_nemo.megatron.load import METADATA
+from btx_nemo.train.optimizer_state import load_optimizer_state, sharded_optimizer_state
 from btx_nemo.train.step import Trainee
 
 LATEST = "latest"
@@ -45,7 +47,7 @@ def _state(trainee: Trainee, progress: Progress, *, loading: bool) -> dict[str, 
     model = trainee.gpt.sharded_state_dict(metadata=METADATA)
     return {
         "model": model,
-        "optimizer": trainee.optimizer.sharded_state_dict(model, is_loading=loading, metadata=METADATA),
+        "optimizer": sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=METADATA),
         "scheduler": trainee.scheduler.state_dict(),
         "progress": {"step": progress.step},
     }
@@ -69,7 +71,9 @@ def save_checkpoint(
             shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(trainee, progress, loading=False), str(partial), content_metadata=dict(METADATA))
+    state = _state(trainee, progress, loading=False)
+    with writer_without_manager():
+        dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
     dist.barrier()
     if first:
         save_model_config(model, partial)
@@ -104,6 +108,6 @@ def load_checkpoint(folder: Path, trainee: Trainee) -> Progress:
         _state(trainee, Progress(step=0), loading=True), str(folder), strict=StrictHandling.RAISE_ALL
     )
     trainee.gpt.load_state_dict(state["model"])
-    trainee.optimizer.load_state_dict(state["optimizer"])
     trainee.scheduler.load_state_dict(state["scheduler"])
+    load_optimizer_state(trainee.optimizer, state["optimizer"], steps=trainee.scheduler.num_steps)
     return Progress(step=int(state["progress"]["step"]))

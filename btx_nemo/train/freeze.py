@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 import fnmatch
+import re
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from btx_nemo.errors import UserError
+from btx_nemo.megatron.platform import device
+
+_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
-def freeze(model: torch.nn.Module, patterns: list[str]) -> list[str]:
-    """Turns gradients off for every parameter that a pattern matches; returns their names on this rank.
+def global_names(gpt: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters under the names that they have in a model on one rank.
+
+    Megatron counts layers from each pipeline stage's first and experts from each rank's first, and the last stage has
+    a copy of a tied embedding under the output layer's name: a pattern must not mean something else in each layout.
+    """
+    return {_global_name(gpt, name): parameter for name, parameter in gpt.named_parameters()}
+
+
+def _global_name(gpt: torch.nn.Module, name: str) -> str:
+    if name == "output_layer.weight" and getattr(gpt, "share_embeddings_and_output_weights", False):
+        return "embedding.word_embeddings.weight"
+    found = _LAYER.search(name)
+    if found is None:
+        return name
+    layer = gpt.get_submodule(name[: found.end()])
+    name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), name)
+    return _LAYER.sub(str(layer.layer_number - 1), name)
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Turns gradients off for every parameter whose global name a pattern matches; returns these on this rank.
 
     Call before the model is wrapped, so that frozen parameters get no gradient buffer, no optimizer state and no weight
-    decay. Raises UserError for a pattern that matches nothing on any rank, and when nothing at all would train.
+    decay. Raises UserError on all ranks for a pattern that matches nothing on any, and when nothing at all would train.
     """
-    names = dict(model.named_parameters())
-    hits = torch.tensor([len(fnmatch.filter(names, pattern)) for pattern in patterns], dtype=torch.int64)
+    names = global_names(model)
     frozen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    left = torch.tensor(len(names) - len(frozen))
-    for count in (hits, left):
-        if count.numel():
-            dist.all_reduce(count)
-    for pattern, count in zip(patterns, hits.tolist()):
+    hits = [sum(fnmatch.fnmatchcase(name, pattern) for name in names) for pattern in patterns]
+    counts = torch.tensor([*hits, len(names) - len(frozen)], dtype=torch.int64, device=device())
+    dist.all_reduce(counts)
+    *hits, left = counts.tolist()
+    for pattern, count in zip(patterns, hits):
         if count == 0:
             raise UserError(f"freeze: {pattern!r} matches no parameter; names look like {next(iter(names))!r}")
-    if left.item() == 0:
-        raise UserError(f"freeze: {patterns} leaves nothing to train; drop a pattern")
+    if left == 0:
+        raise UserError(f"freeze: {list(patterns)} leaves nothing to train; drop a pattern")
     for name in frozen:
         names[name].requires_grad_(False)
     return frozen

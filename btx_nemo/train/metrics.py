@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from btx_nemo.checkpoints.atomic import write_file
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -20,8 +22,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, *, resumed_at: int):
         self.path = path
-        kept = [line for line in _lines(path) if json.loads(line).get("step", 0) <= resumed_at] if resumed_at else []
-        path.write_text("".join(kept))
+        kept = [line for line in _lines(path) if _step(line) <= resumed_at] if resumed_at else []
+        write_file(path, "".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record."""
@@ -33,7 +35,15 @@ def _lines(path: Path) -> list[str]:
     if not path.exists():
         return []
     # A killed run may have left a last line without an end.
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [f"{line}\n" for line in path.read_text(errors="replace").split("\n")[:-1]]
+
+
+def _step(line: str) -> float:
+    """The step of a record; infinite for a line that is none, as a machine that lost its power may leave."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return float("inf")
 
 
 def load_bars(load: list[list[float]], width: int = 8) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import check_data, list_domains
@@ -109,11 +110,16 @@ def _check_out(out: Path, config: TrainConfig) -> None:
     if not out.exists():
         return
     resolved = out / "resolved.yaml"
-    if not out.is_dir() or (not resolved.exists() and any(out.iterdir())):
+    if not out.is_dir() or (not resolved.exists() and any(not TEMPORARY.fullmatch(p.name) for p in out.iterdir())):
         raise UserError(f"out={out}: exists and is no run directory; choose another")
     if not resolved.exists():
         return
-    before: dict[str, Any] = yaml.safe_load(resolved.read_text()) or {}
+    try:
+        before: Any = yaml.safe_load(resolved.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        before = None
+    if not isinstance(before, dict):
+        raise UserError(f"{resolved}: damaged; choose another out, or put back the file that the run was started with")
     for key, value in dataclasses.asdict(config).items():
         if key not in MAY_CHANGE and key in before and before[key] != value:
             raise UserError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from btx_nemo.errors import Stopped
 from btx_nemo.megatron.platform import device
 
 
@@ -29,8 +30,10 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # One that asks again while a stopped run winds up must not end it by its default action.
+        stopped = kind is not None and issubclass(kind, Stopped)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if stopped else handler)
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop. Collective."""

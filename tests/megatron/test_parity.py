@@ -15,6 +15,9 @@ LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
 )
 LAYOUTS = [
+    pytest.param({"tp": 2, "pp": 1, "ep": 1}, 2, id="tp2"),
+    pytest.param({"tp": 2, "pp": 1, "ep": 1}, 4, id="tp2-dp2"),
+    pytest.param({"tp": 2, "pp": 1, "ep": 2}, 4, id="tp2-ep2-dp2"),
     pytest.param({"tp": 2, "pp": 1, "ep": 2}, 2, id="tp2-ep2"),
     pytest.param({"tp": 1, "pp": 2, "ep": 2}, 4, id="pp2-ep2-dp2"),
     pytest.param({"tp": 2, "pp": 2, "ep": 2}, 4, id="tp2-pp2-ep2"),

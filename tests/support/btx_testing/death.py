@@ -1,0 +1,76 @@
+"""Ways for a command under test to die or be interrupted at one exact place, for `CommandServer.start(before=...)`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+
+def at(place: str) -> None:
+    """Kills this process before call number n of a function: "module:function:n"; "module:Class.method:n" too."""
+    _patch(place, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def term_at(place: str) -> None:
+    """Sends SIGTERM to the whole process group, as Slurm does, before call number n."""
+    _patch(place, lambda: os.killpg(0, signal.SIGTERM))
+
+
+def usr1_at(place: str) -> None:
+    """Sends SIGUSR1 several times before call number n, and again while the command reacts."""
+
+    def signals() -> None:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        threading.Thread(target=_nag, daemon=True).start()
+
+    _patch(place, signals)
+
+
+def _nag() -> None:
+    while True:
+        time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def while_writing(pattern: str) -> None:
+    """Kills this process and its children as soon as a file matches the glob pattern."""
+    import glob
+
+    def watch() -> None:
+        while not glob.glob(pattern, recursive=True):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _patch(place: str, action: Any) -> None:
+    module, name, number = place.split(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = name.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == int(number):
+            action()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def forget_optimizer(_: str) -> None:
+    """Resumes without the optimizer's state."""
+    import btx_nemo.train.checkpoint as checkpoint
+
+    checkpoint.load_optimizer_state = lambda *_, **__: None

@@ -1,0 +1,79 @@
+"""Parts of a training run, for the pool of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainConfig
+
+
+def config(model: str, layout: dict[str, int], options: dict[str, Any]) -> TrainConfig:
+    """A run's configuration; `options` may hold freeze, precision, steps and OptimConfig's keys."""
+    rest = dict(options)
+    own = {key: rest.pop(key) for key in ("freeze", "precision", "steps", "router") if key in rest}
+    return TrainConfig(
+        stage="expert",
+        out="unused",
+        init_from=model,
+        data=DataConfig(path="unused", seq_length=16),
+        layout=LayoutConfig(**layout),
+        micro_batch_size=1,
+        global_batch_size=2,
+        optim=OptimConfig(**{"lr": 1e-3, **rest}),
+        **{"steps": 10, **own},
+    )
+
+
+@contextlib.contextmanager
+def trainee(model: str, layout: dict[str, int], options: dict[str, Any]) -> Iterator[Any]:
+    """The model that trains, on this rank."""
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.setup import build_trainee
+    from btx_nemo.train.source import open_source
+
+    settings = config(model, layout, options)
+    with parallel_state(settings.layout, seed=1):
+        yield build_trainee(settings, open_source(Path(model)))
+
+
+def steps(subject: Any, count: int, vocab_size: int = 288) -> Iterator[Any]:
+    """Results of `count` steps of two micro-batches of one sequence of 16 tokens, the same on all ranks."""
+    from btx_nemo.train.step import train_step
+    from btx_testing.jobs import random_batch
+
+    batch = random_batch(vocab_size, total=1, length=16)
+
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        while True:
+            yield batch
+
+    data = batches()
+    for _ in range(count):
+        yield train_step(subject, data, microbatches=2, micro_batch_size=1, seq_length=16)
+
+
+def changed_parameters(model: str, layout: dict[str, int], options: dict[str, Any]) -> dict[str, bool]:
+    """Global name -> whether this rank's part has other bits after three steps."""
+    from btx_nemo.train.freeze import global_names
+
+    with trainee(model, layout, options) as subject:
+        before = {name: value.detach().clone() for name, value in global_names(subject.gpt).items()}
+        list(steps(subject, 3))
+        after = global_names(subject.gpt)
+        return {name: not torch.equal(before[name], after[name].detach()) for name in before}
+
+
+def user_error_of_freeze(model: str, layout: dict[str, int], patterns: list[str]) -> str:
+    """The text of the UserError that building a trainee raises on this rank."""
+    from btx_nemo.errors import UserError
+
+    try:
+        with trainee(model, layout, {"freeze": patterns}):
+            return ""
+    except UserError as error:
+        return str(error)

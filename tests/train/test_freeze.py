@@ -1,0 +1,107 @@
+"""Frozen is frozen, in every layout, and a pattern means the same in each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from btx_testing import train_jobs
+from btx_testing.pool import RankPool
+from btx_testing.runs import TinyWorld
+
+LAYOUTS = [
+    pytest.param({}, 1, id="one"),
+    pytest.param({"pp": 2}, 2, id="pp2"),
+    pytest.param({"ep": 2}, 2, id="ep2"),
+    pytest.param({"tp": 2, "ep": 2}, 2, id="tp2-ep2"),
+]
+
+
+def changes(ranks: RankPool, model: Path, layout: dict[str, int], count: int, **options: Any) -> dict[str, bool]:
+    """Global parameter name -> whether any part of it changed in three steps."""
+    changed: dict[str, bool] = {}
+    for result in ranks.run(train_jobs.changed_parameters, str(model), layout, options, ranks=count):
+        for name, value in result.items():
+            changed[name] = changed.get(name, False) or value
+    return changed
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+def test_frozen_experts_keep_their_bits_while_the_rest_learns(
+    ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
+) -> None:
+    changed = changes(ranks, world.mixture, layout, count, freeze=["*.mlp.experts.*"], weight_decay=0.5)
+    experts = {name: value for name, value in changed.items() if ".mlp.experts." in name}
+    assert len(experts) == 2 * 4 * 2  # layers, experts, fc1 and fc2: under global names in every layout
+    assert not any(experts.values())
+    assert all(value for name, value in changed.items() if name not in experts)
+    assert {f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)} < set(changed)
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+def test_a_pattern_names_the_same_layer_and_expert_in_every_layout(
+    ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
+) -> None:
+    patterns = ["decoder.layers.1.self_attention.*", "*.0.mlp.experts.local_experts.3.*"]
+    changed = changes(ranks, world.mixture, layout, count, freeze=patterns)
+    kept = {name for name, value in changed.items() if not value}
+    assert kept == {
+        "decoder.layers.1.self_attention.linear_proj.weight",
+        "decoder.layers.1.self_attention.linear_qkv.weight",
+        "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+        "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
+    }
+
+
+@pytest.mark.parametrize(("layout", "count"), [({}, 1), ({"pp": 2}, 2)], ids=["one", "pp2"])
+@pytest.mark.parametrize("freeze", [[], ["embedding.*"]], ids=["trained", "frozen"])
+def test_a_tied_output_layer_follows_its_embedding(
+    ranks: RankPool, tied: Path, layout: dict[str, int], count: int, freeze: list[str]
+) -> None:
+    changed = changes(ranks, tied, layout, count, freeze=freeze)
+    assert changed["embedding.word_embeddings.weight"] is (not freeze)
+    assert "output_layer.weight" not in changed
+
+
+@pytest.mark.parametrize("frozen", ["decoder.layers.0.*", "decoder.layers.1.*"])
+def test_a_pipeline_stage_with_nothing_to_train_trains_the_others(
+    ranks: RankPool, world: TinyWorld, frozen: str
+) -> None:
+    ends = ["embedding.*"] if "0" in frozen else ["output_layer.*", "decoder.final_layernorm.*"]
+    alone = changes(ranks, world.dense, {}, 1, freeze=[frozen, *ends])
+    spread = changes(ranks, world.dense, {"pp": 2}, 2, freeze=[frozen, *ends])
+    assert alone == spread
+    assert set(alone.values()) == {True, False}
+
+
+@pytest.mark.parametrize(("layout", "count"), [({}, 1), ({"pp": 2}, 2)], ids=["one", "pp2"])
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["*.mlp.experts.*", "*.mlp.expert.*"], "'*.mlp.expert.*' matches no parameter"),
+        (["embedding.*", "decoder.*", "output_layer.*"], "leaves nothing to train"),
+    ],
+    ids=["no-match", "everything"],
+)
+def test_wrong_patterns_are_told_on_every_rank(
+    ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int, patterns: list[str], message: str
+) -> None:
+    told = ranks.run(train_jobs.user_error_of_freeze, str(world.mixture), layout, patterns, ranks=count)
+    assert len(told) == count
+    assert all(message in text for text in told)
+
+
+def test_weight_decay_would_show(ranks: RankPool, world: TinyWorld) -> None:
+    """The other side of the law above: what is not frozen does move."""
+    assert all(changes(ranks, world.mixture, {}, 1, freeze=[], weight_decay=0.5).values())
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from btx_testing.models import make_llama
+    from btx_testing.runs import SIZES
+
+    torch.manual_seed(0)
+    return make_llama(tmp_path_factory.mktemp("tied") / "hf", seed=4, **{**SIZES, "tie_word_embeddings": True})
