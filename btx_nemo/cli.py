@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from btx_nemo import __version__
 from btx_nemo.errors import BtxError, Stopped, UserError
@@ -71,8 +71,15 @@ def _quiet() -> None:
         warnings.filterwarnings("ignore", module=module)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {' '.join(message.split())}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="btx-nemo",
         description="Dense language models trained apart, made into one mixture of experts, on Megatron-Core.",
         epilog="The whole way, small, on this machine: btx-nemo demo. Exit codes: 0 done, 1 a check said no, 2 wrong "

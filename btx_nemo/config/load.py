@@ -30,6 +30,7 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     folder = Path(config_path).resolve() if config_path else conf_dir() / command
     known = sorted(p.stem for p in folder.glob("[!_]*.yaml")) if folder.is_dir() else []
@@ -44,7 +45,7 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
         if missing:
             raise UserError(f"{where}: {missing[0]} is required; give {missing[0]}=VALUE")
         values = OmegaConf.to_container(config, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # some of Hydra's are plain
         raise UserError(f"{where}: {_one_line(error)}") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}

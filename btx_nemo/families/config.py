@@ -56,7 +56,7 @@ class ModelConfig:
     """The mixture, or None for a dense model."""
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_query_groups:
+        if self.num_query_groups < 1 or self.num_attention_heads % self.num_query_groups:
             from btx_nemo.errors import UserError
 
             raise UserError(

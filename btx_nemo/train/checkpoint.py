@@ -44,10 +44,11 @@ def latest_checkpoint(out: Path) -> Path | None:
 
 
 def _state(trainee: Trainee, progress: Progress, *, loading: bool) -> dict[str, Any]:
-    model = trainee.gpt.sharded_state_dict(metadata=METADATA)
+    metadata = dict(METADATA)
+    model = trainee.gpt.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
-        "optimizer": sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=METADATA),
+        "optimizer": sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata),
         "scheduler": trainee.scheduler.state_dict(),
         "progress": {"step": progress.step},
     }

@@ -18,6 +18,12 @@ def check_optim(config: TrainConfig) -> None:
         raise UserError(f"optim.decay={optim.decay}: unknown; known: {', '.join(DECAYS)}")
     if not 0 <= optim.min_lr <= optim.lr:
         raise UserError(f"optim.min_lr={optim.min_lr} must lie between 0 and optim.lr={optim.lr}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(optim, name) < 1:
+            raise UserError(f"optim.{name}={getattr(optim, name)}: must lie between 0 and 1, without 1")
+    for name in ("lr", "eps", "weight_decay", "clip_grad"):
+        if not 0 <= getattr(optim, name) < float("inf"):
+            raise UserError(f"optim.{name}={getattr(optim, name)}: must be a number that is not negative")
     if not 0 <= optim.warmup_steps < max(config.steps, 1):
         raise UserError(f"optim.warmup_steps={optim.warmup_steps} must be below steps={config.steps}")
 

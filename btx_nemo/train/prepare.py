@@ -12,9 +12,10 @@ import yaml
 from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files
 from btx_nemo.config.schema import TrainConfig
-from btx_nemo.data.blend import check_data, list_domains
+from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
+from btx_nemo.families.sizes import check_sizes
 from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
 from btx_nemo.routers import check_router
@@ -44,8 +45,15 @@ def prepare(config: TrainConfig) -> Prepared:
     for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be 1 or more")
-    if config.steps < 0:
-        raise UserError(f"steps={config.steps}: must not be negative")
+    for name, value in (
+        ("steps", config.steps),
+        ("eval_every", config.eval_every),
+        ("checkpoint.every", config.checkpoint.every),
+        ("checkpoint.keep", config.checkpoint.keep),
+        ("router.aux_loss_coeff", config.router.aux_loss_coeff),
+    ):
+        if not 0 <= value < float("inf"):
+            raise UserError(f"{name}={value}: must not be negative")
     check_optim(config)
     source = _source(config)
     _check_stage(config, source)
@@ -65,12 +73,12 @@ def _source(config: TrainConfig) -> ModelSource:
     if (config.init_from is None) == (config.model is None):
         raise UserError("init_from and model: give one of them, the weights to start from or a fresh architecture")
     if config.model is not None:
-        return fresh_source(config.model)
+        return fresh_source(check_sizes(config.model, "model"))
     assert config.init_from is not None
     if not Path(config.init_from).is_dir():
         raise UserError(
-            f"init_from={config.init_from}: no such folder; give a Hugging Face folder, a checkpoint or a run directory "
-            "(BTX_SEED sets the default; btx-nemo demo --until seed makes a small one)"
+            f"init_from={config.init_from}: no such folder; give a Hugging Face folder, a checkpoint or a run "
+            "directory (BTX_SEED sets the default; btx-nemo demo --until seed makes a small one)"
         )
     return open_source(Path(config.init_from))
 
@@ -96,6 +104,7 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
     domains = list_domains(path)
     wanted = [config.domain] if config.domain else list(data.blend)
     check_data(path, [*wanted, *data.valid] or domains, source.model.vocab_size)
+    normalise_weights(dict.fromkeys(domains, 1.0) | ({} if config.domain else data.blend), domains)
     if not 1 < data.seq_length <= source.model.max_position_embeddings:
         raise UserError(
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "

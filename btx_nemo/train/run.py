@@ -16,7 +16,7 @@ from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.data.blend import build_datasets, list_domains
 from btx_nemo.data.sampler import batches, num_microbatches, num_validation_microbatches, validation_batches
-from btx_nemo.errors import Stopped
+from btx_nemo.errors import Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -59,6 +59,7 @@ class _Run:
             global_batch_size=config.global_batch_size, dp_size=self.dp["dp_size"], **self.batch
         )
         self.sizes = {"micro_batch_size": config.micro_batch_size, "seq_length": config.data.seq_length}
+        self.made_out = self.first and not self.out.exists()
         if self.first:
             self.out.mkdir(parents=True, exist_ok=True)
             save_resolved(config, self.out / "resolved.yaml")
@@ -66,8 +67,13 @@ class _Run:
 
     def go(self) -> None:
         """All of it."""
-        train_set, self.valid_sets = self._datasets()
-        self.trainee = build_trainee(self.config, self.prepared.source)
+        try:
+            train_set, self.valid_sets = self._datasets()
+            self.trainee = build_trainee(self.config, self.prepared.source)
+        except UserError:
+            if self.made_out:  # what only building could find out: leave nothing that the next try has to agree with
+                shutil.rmtree(self.out, ignore_errors=True)
+            raise
         checkpoint = latest_checkpoint(self.out)
         step = load_checkpoint(checkpoint, self.trainee).step if checkpoint else 0
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resumed_at=step) if self.first else None

@@ -1,0 +1,179 @@
+"""Every mistake in a training run's configuration: one line, exit 2, before anything is built, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from btx_testing.commands import CommandServer, run_module, torchrun
+from btx_testing.runs import TinyWorld
+
+FRESH = "model={num_layers:2,hidden_size:32,ffn_hidden_size:48,num_attention_heads:4,num_query_groups:2,head_dim:8,%s}"
+DENSE = FRESH % "vocab_size:288"
+MOE = "moe:{num_experts:4,top_k:%s,router:%s}"
+
+CASES = [
+    # configuration: what it names and how it is written
+    ("tiny_expert", ["nope=1"], "unknown key nope; known: stage, out,"),
+    ("tiny_expert", ["optim.learning_rate=1"], "unknown key optim.learning_rate; known: lr,"),
+    ("tiny_expert", ["steps=many"], "steps must be int, not 'many'"),
+    ("tiny_expert", ["steps=1.5"], "steps must be int, not 1.5"),
+    ("tiny_expert", ["optim.lr=null"], "optim.lr must be float, not nothing"),
+    ("tiny_expert", ["layout=2"], "layout must be a mapping"),
+    ("tiny_expert", ["optim.lr=[1"], "tiny_expert.yaml: "),
+    ("tiny_expert", ["optim.lr"], "tiny_expert.yaml: "),
+    ("tiny_expert", ["=3"], "tiny_expert.yaml: "),
+    ("tiny_expert", ["a..b=3"], "tiny_expert.yaml: "),
+    ("tiny_expert", ["domain=???"], "domain is required; give domain=VALUE"),
+    # numbers out of range
+    ("tiny_expert", ["stage=finetune"], "stage=finetune: unknown; known: expert, mix"),
+    ("tiny_expert", ["precision=fp8"], "precision=fp8: unknown; known: fp32, bf16"),
+    ("tiny_expert", ["steps=-1"], "steps=-1: must not be negative"),
+    ("tiny_expert", ["checkpoint.every=-5"], "checkpoint.every=-5: must not be negative"),
+    ("tiny_expert", ["micro_batch_size=0"], "micro_batch_size=0: must be 1 or more"),
+    ("tiny_expert", ["log_every=0"], "log_every=0: must be 1 or more"),
+    ("tiny_expert", ["global_batch_size=5"], "global_batch_size=5 is not a positive multiple of micro_batch_size=2"),
+    ("tiny_expert", ["optim.min_lr=1"], "optim.min_lr=1.0 must lie between 0 and optim.lr"),
+    ("tiny_expert", ["optim.lr=nan"], "optim.min_lr=0.0001 must lie between 0 and optim.lr=nan"),
+    ("tiny_expert", ["optim.lr=inf"], "optim.lr=inf: must be a number"),
+    ("tiny_expert", ["optim.beta2=1.0"], "optim.beta2=1.0: must lie between 0 and 1"),
+    ("tiny_expert", ["optim.clip_grad=-1"], "optim.clip_grad=-1.0: must be a number that is not negative"),
+    ("tiny_expert", ["optim.decay=step"], "optim.decay=step: unknown; known: cosine, linear, constant"),
+    ("tiny_expert", ["optim.warmup_steps=12"], "optim.warmup_steps=12 must be below steps=12"),
+    ("tiny_mix", ["router.aux_loss_coeff=-1"], "router.aux_loss_coeff=-1.0: must not be negative"),
+    # model
+    ("tiny_expert", ["init_from=nowhere"], "init_from=nowhere: no such folder"),
+    ("tiny_expert", ["init_from={tmp}/empty"], "{tmp}/empty"),
+    ("tiny_expert", ["init_from={data}"], "{data}"),
+    ("tiny_expert", ["init_from=null"], "init_from and model: give one of them"),
+    ("tiny_expert", [DENSE], "init_from and model: give one of them"),
+    ("tiny_expert", ["init_from={mixture}"], "stage=expert trains a dense model, but {mixture} has 4 experts"),
+    ("tiny_mix", ["init_from={dense}"], "stage=mix trains a mixture, but {dense} is dense; assemble one: btx-nemo mix"),
+    ("tiny_expert", ["init_from=null", FRESH % "vocab_size:0"], "model: vocab_size=0 must be a whole number"),
+    ("tiny_expert", ["init_from=null", DENSE.replace("groups:2", "groups:0")], "num_query_groups=0"),
+    ("tiny_expert", ["init_from=null", DENSE.replace("groups:2", "groups:3")], "num_query_groups=3 does not divide"),
+    ("tiny_expert", ["init_from=null", FRESH % "vocab_size:288,family:gpt9"], "gpt9"),
+    ("tiny_mix", ["init_from=null", FRESH % f"vocab_size:288,{MOE % (5, 'top_k')}"], "top_k=5 must be from 1 to the 4"),
+    ("tiny_mix", ["init_from=null", FRESH % f"vocab_size:288,{MOE % (0, 'top_k')}"], "top_k=0 must be from 1 to the 4"),
+    ("tiny_mix", ["init_from=null", FRESH % f"vocab_size:288,{MOE % (2, 'best')}"], "moe.router=best: no such router"),
+    ("tiny_mix", ["router.loss=magic"], "router.loss=magic: no such balance loss; known: btx"),
+    ("tiny_mix", ["init_from={tmp}/greedy"], "{tmp}/greedy"),
+    ("tiny_expert", ["init_from={tmp}/cut"], "{tmp}/cut/model.safetensors"),
+    # layout
+    ("tiny_expert", ["layout.tp=0"], "layout.tp=0: must be 1 or more"),
+    ("tiny_expert", ["layout.tp=3"], "layout.tp=3 does not divide the model's num_attention_heads=4"),
+    ("tiny_expert", ["layout.tp=4"], "layout.tp=4 does not divide the model's num_query_groups=2"),
+    ("tiny_expert", ["layout.pp=3"], "layout.pp=3 does not divide the model's num_layers=2"),
+    ("tiny_mix", ["layout.ep=3"], "layout.ep=3 does not divide the model's num_experts=4"),
+    ("tiny_expert", ["layout.ep=2"], "layout.ep=2: the model is dense"),
+    ("tiny_expert", ["layout.tp=2"], "tp=2 x pp=1 does not divide the 1 ranks that were started"),
+    ("tiny_mix", ["layout.ep=2"], "layout.ep=2 does not divide the 1 ranks"),
+    # data
+    ("tiny_expert", ["data.path=nowhere"], "data.path=nowhere: no such folder"),
+    ("tiny_expert", ["data.path={tmp}/empty"], "no domain 'math'; known: none"),
+    ("tiny_expert", ["domain=law"], "no domain 'law'; known: code, math"),
+    ("tiny_mix", ["data.blend.law=1"], "no domain 'law'; known: code, math"),
+    ("tiny_mix", ["data.blend={math:-1,code:1}"], "data.weights.math=-1.0: must be a positive number"),
+    ("tiny_expert", ["data.valid=[law]"], "no domain 'law'; known: code, math"),
+    ("tiny_expert", ["data.seq_length=65"], "data.seq_length=65: must lie between 2 and the model's"),
+    ("tiny_expert", ["data.seq_length=1"], "data.seq_length=1: must lie between 2 and the model's"),
+    ("tiny_expert", ["init_from=null", FRESH % "vocab_size:200"], "its tokenizer has 257 ids, the model 200"),
+    ("tiny_expert", ["data.path={tmp}/damaged"], "{tmp}/damaged/math/train.bin"),
+    ("tiny_expert", ["tokenizer={tmp}/empty"], "tokenizer={tmp}/empty: no tokenizer there"),
+    # the run directory
+    ("tiny_expert", ["out={tmp}/foreign"], "out={tmp}/foreign: exists and is no run directory"),
+    ("tiny_expert", ["out={tmp}/file"], "out={tmp}/file: exists and is no run directory"),
+    # what only Megatron's model tells
+    ("tiny_expert", ["freeze=[no.such]"], "freeze: 'no.such' matches no parameter; names look like"),
+    ("tiny_expert", ['freeze=["*"]'], "leaves nothing to train"),
+]
+
+
+@pytest.fixture(scope="module")
+def wrong(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Things that are not what a run needs."""
+    tmp = tmp_path_factory.mktemp("wrong")
+    (tmp / "empty").mkdir()
+    (tmp / "foreign").mkdir()
+    (tmp / "foreign" / "thesis.tex").write_text("years of work")
+    (tmp / "file").write_text("a file")
+    shutil.copytree(world.data, tmp / "damaged")
+    os.truncate(tmp / "damaged" / "math" / "train.bin", 100)
+    shutil.copytree(world.dense, tmp / "cut")
+    os.truncate(tmp / "cut" / "model.safetensors", 2000)
+    shutil.copytree(world.mixture, tmp / "greedy")
+    settings = json.loads((tmp / "greedy" / "config.json").read_text())
+    (tmp / "greedy" / "config.json").write_text(json.dumps({**settings, "num_experts_per_tok": 9}))
+    return tmp
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in [folder, *folder.rglob("*")]}
+
+
+@pytest.mark.parametrize(("config", "overrides", "message"), CASES, ids=[" ".join(c[1])[:40] for c in CASES])
+def test_a_mistake_is_one_line(
+    world: TinyWorld,
+    commands: CommandServer,
+    wrong: Path,
+    tmp_path: Path,
+    config: str,
+    overrides: list[str],
+    message: str,
+) -> None:
+    places = {"{tmp}": wrong, "{data}": world.data, "{dense}": world.dense, "{mixture}": world.mixture}
+
+    def placed(text: str) -> str:
+        for name, place in places.items():
+            text = text.replace(name, str(place))
+        return text
+
+    before = tree(wrong)
+    arguments = world.arguments(config, tmp_path / "run")
+    ended = commands.run(*arguments, *map(placed, overrides), cwd=tmp_path)
+    assert ended.code == 2, ended.err
+    assert ended.err.startswith("btx-nemo train: ")
+    assert ended.err.count("\n") == 1
+    assert ended.err.endswith("\n")
+    assert placed(message) in ended.err
+    assert ended.out == ""
+    assert list(tmp_path.iterdir()) == []
+    assert tree(wrong) == before
+
+
+def test_the_same_from_a_fresh_interpreter(world: TinyWorld, tmp_path: Path) -> None:
+    """Importing Megatron says much of itself: none of it comes between."""
+    ended = run_module(*world.arguments("tiny_expert", tmp_path / "run", freeze="[no.such]"))
+    assert ended.code == 2
+    assert ended.err.startswith("btx-nemo train: freeze: ")
+    assert ended.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_ranks_say_it_once(world: TinyWorld, tmp_path: Path) -> None:
+    arguments = world.arguments("tiny_mix", tmp_path / "run", freeze="[no.such]", layout__ep=2)
+    ended = run_module(*arguments, launcher=torchrun(2))
+    assert ended.code != 0
+    assert ended.err.count("btx-nemo train: freeze: 'no.such' matches no parameter") == 1
+    assert "exitcode  : 2" in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_is_wrong_alone_says_so(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """A folder that is missing on one node only, say."""
+    first, second = (
+        commands.start(
+            *world.arguments("tiny_expert", tmp_path / "run", data__path=data),
+            env={"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        )
+        for rank, data in enumerate((world.data, tmp_path / "missing"))
+    )
+    ended = second.wait()
+    first.kill()
+    first.wait()
+    assert ended.code == 2
+    assert ended.err.count("\n") == 1
+    assert ended.err.endswith("(rank 1)\n")
