@@ -1,0 +1,110 @@
+"""The command line as a script sees it: help, exit codes, one line for an error, pipes and interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from btx_testing.commands import CommandServer, clean_environment, run_module, wait_until
+from btx_testing.runs import TinyWorld, logged_step
+
+from btx_nemo.cli import _parser
+
+COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
+WRONG = [
+    ([], "required: COMMAND"),
+    (["frobnicate"], "invalid choice: 'frobnicate'"),
+    (["train"], "required: --config-name"),
+    (["train", "--config-name", "nope"], "--config-name nope: not in"),
+    (["train", "--config-name", "_base"], "known: expert, mix, mix_frozen, tiny_expert, tiny_mix, tiny_seed"),
+    (["train", "--config-path", "nowhere", "--config-name", "x"], "known: none"),
+    (["train", "--config-name", "expert", "--nope"], "unrecognized arguments: --nope"),
+    (["train", "--config-name", "expert"], "domain is required; give domain=VALUE"),
+    (["mix", "--config-name", "nope"], "known: btx"),
+    (["mix", "--config-name", "btx", "out=o"], "experts: none given; name at least one specialist"),
+    (["mix", "--config-name", "btx", "out=o", "experts.a=nowhere", "seed=nowhere", "nope=1"], "unknown key nope"),
+    (["mix", "--config-name", "btx", "out=o", "experts.a=nowhere", "seed=nowhere"], "nowhere: no such folder"),
+    (["import", "in=nowhere", "out=o"], "nowhere: no such folder"),
+    (["import", "in=nowhere"], "expected in=DIR out=DIR, got in=nowhere"),
+    (["export", "in=nowhere", "out=o"], "nowhere: no such folder"),
+    (["export", "nowhere", "o"], "expected in=DIR out=DIR, got nowhere o"),
+    (["inspect", "nowhere"], "nowhere"),
+    (["prepare-data", "--out", "o"], "inputs: required, unless --demo"),
+    (["prepare-data", "nowhere", "--domain", "a", "--tokenizer", "t", "--out", "o"], "t"),
+    (["demo", "--size", "huge"], "invalid choice: 'huge'"),
+]
+
+
+def test_the_commands_are_these() -> None:
+    """A name that scripts use must not go unnoticed."""
+    (action,) = [a for a in _parser()._actions if hasattr(a, "choices") and a.choices]
+    assert tuple(action.choices or ()) == COMMANDS
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_shows_an_example_or_the_defaults(commands: CommandServer, command: str) -> None:
+    ended = commands.run(*command.split(), "--help")
+    assert ended.code == 0
+    assert ended.err == ""
+    known = ("e.g.", "default", "=DIR", "demo", "debug")
+    assert any(word in ended.out for word in known)
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(w[0])[:50] or "nothing" for w in WRONG])
+def test_wrong_input_is_one_line(commands: CommandServer, tmp_path: Path, arguments: list[str], message: str) -> None:
+    ended = commands.run(*arguments, cwd=tmp_path)
+    assert ended.code == 2, ended.err
+    assert ended.err.startswith("btx-nemo")
+    assert ended.err.count("\n") == 1
+    assert message in ended.err
+    assert ended.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_configuration_file(commands: CommandServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("steps: [1, 2\nout: {")
+    ended = commands.run("train", "--config-path", tmp_path, "--config-name", "mine")
+    assert ended.code == 2
+    assert ended.err.startswith("btx-nemo train: ")
+    assert ended.err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(commands: CommandServer) -> None:
+    ended = commands.run("train", "--debug", "--config-name", "nope")
+    assert ended.code == 1
+    assert "Traceback" in ended.err
+    assert "UserError" in ended.err
+
+
+def test_a_reader_that_has_seen_enough(world: TinyWorld) -> None:
+    """`btx-nemo inspect DIR | head -0`: the pipe is closed before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "btx_nemo", "inspect", str(world.dense), "--json"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=clean_environment(), timeout=120)
+    os.close(writing)
+    assert ended.returncode == 141
+    assert ended.stderr == b""
+
+
+def test_an_interrupt_is_no_traceback(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    running = commands.start(*world.arguments("tiny_expert", out, steps=2000, checkpoint__every=0))
+    ended = running.kill_when(lambda: logged_step(out) > 2, signal.SIGINT)
+    assert ended.code == 130
+    assert ended.err.splitlines()[-1] == "btx-nemo train: interrupted"
+    assert "Traceback" not in ended.err
+    wait_until(lambda: not (out / "DONE").exists())
+
+
+def test_the_version_comes_quickly() -> None:
+    """No command pays for what it does not use: neither torch nor Megatron is imported for this."""
+    code = "import sys; from btx_nemo.cli import _parser; _parser(); print(sorted(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
+    assert ended.returncode == 0
+    assert not any(f"'{heavy}'" in ended.stdout for heavy in ("torch", "megatron", "transformers", "hydra", "numpy"))
+    assert run_module("--version").out.startswith("btx-nemo ")
