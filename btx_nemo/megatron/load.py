@@ -12,7 +12,10 @@ from btx_nemo.plan.expr import Expr, infer
 from btx_nemo.plan.layout import TensorInfo
 
 METADATA = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
-"""How Megatron names what it saves: a key a layer, and optimizer state that any layout can load."""
+"""How Megatron names what it saves: a key a layer, and optimizer state that any layout can load.
+
+Give it a copy: it writes its process group into the dict that it is given, and that group ends with the layout.
+"""
 
 
 def sharded_tensors(gpt: Any) -> Iterator[Any]:
@@ -20,7 +23,7 @@ def sharded_tensors(gpt: Any) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    state = gpt.sharded_state_dict(metadata=METADATA)
+    state = gpt.sharded_state_dict(metadata=dict(METADATA))
     apply_factories(state)
     for value in nested_values(state):
         if isinstance(value, ShardedTensor):

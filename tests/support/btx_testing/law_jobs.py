@@ -21,7 +21,7 @@ def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) ->
 
     from btx_nemo.convert.checkpoint import read_model_config
     from btx_nemo.convert.logits import model_logits
-    from btx_nemo.megatron.load import METADATA
+    from btx_nemo.megatron.load import METADATA, sharded_tensors
     from btx_nemo.megatron.model import build_model
     from btx_nemo.megatron.parallel import parallel_state
 
@@ -32,12 +32,14 @@ def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) ->
             for parameter in gpt.parameters():
                 parameter.fill_(float("nan"))
         state, missing, unexpected = dist_checkpointing.load(
-            gpt.sharded_state_dict(metadata=METADATA), folder, strict=StrictHandling.RETURN_ALL
+            gpt.sharded_state_dict(metadata=dict(METADATA)), folder, strict=StrictHandling.RETURN_ALL
         )
         # A model asks for Transformer Engine's FP8 state too, which weights that were converted do not have.
         beyond = [key for key in (*missing, *unexpected) if not key.endswith("._extra_state")]
         assert not beyond, f"the checkpoint and the model differ in {beyond}"
         gpt.load_state_dict(state)
+        list(sharded_tensors(gpt))
+        assert "dp_cp_group" not in METADATA, "the next layout in this process would be given this one's group"
         return model_logits(gpt, tokens)
 
 
@@ -61,7 +63,7 @@ def megatron_saves(source: str, out: str, layout: dict[str, int], precision: str
         if dist.get_rank() == 0:
             Path(out).mkdir()
         dist.barrier()
-        dist_checkpointing.save(gpt.sharded_state_dict(metadata=METADATA), out, content_metadata=dict(METADATA))
+        dist_checkpointing.save(gpt.sharded_state_dict(metadata=dict(METADATA)), out, content_metadata=dict(METADATA))
         dist.barrier()
         if dist.get_rank() == 0:
             save_model_config(model.model, Path(out))
