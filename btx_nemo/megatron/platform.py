@@ -52,8 +52,6 @@ class _CudaToCpu(TorchFunctionMode):
             return func(args[0]).replace("torch.", "torch.cuda.")
         elif func is torch.Tensor.cuda:
             return args[0]
-        elif func is torch.Tensor.record_stream:
-            return None
         return func(*args, **(kwargs or {}))
 
 

@@ -16,7 +16,7 @@ from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.data.blend import build_datasets, list_domains
 from btx_nemo.data.sampler import batches, num_microbatches, num_validation_microbatches, validation_batches
-from btx_nemo.errors import Stopped, UserError
+from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -25,7 +25,7 @@ from btx_nemo.train.prepare import Prepared, prepare
 from btx_nemo.train.routing import collect_routing, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
-from btx_nemo.train.step import mean_validation_loss, train_step
+from btx_nemo.train.step import StepResult, mean_validation_loss, train_step
 
 
 def train(config: TrainConfig) -> None:
@@ -123,6 +123,7 @@ class _Run:
         while step < config.steps:
             result = train_step(self.trainee, data, microbatches=self.microbatches, **self.sizes)
             step += 1
+            self._check_finite(step, result)
             if step % config.log_every == 0 or step == config.steps:
                 self._log(step, result)
             text = f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{self._load_text}"
@@ -137,7 +138,16 @@ class _Run:
         if latest_checkpoint(self.out) is None:  # a run of no steps still leaves its model
             self._save(step)
 
-    def _log(self, step: int, result: Any) -> None:
+    def _check_finite(self, step: int, result: StepResult) -> None:
+        if not result.finite:
+            saved = latest_checkpoint(self.out)
+            raise CheckFailed(
+                f"{self.out}: training broke down at step {step} (loss {result.loss}, gradient norm "
+                f"{result.grad_norm}); the last checkpoint ({saved.name if saved else 'none'}) is as it was; start "
+                "another out from it, with a lower optim.lr or optim.clip_grad, or other data"
+            )
+
+    def _log(self, step: int, result: StepResult) -> None:
         routing = collect_routing(self.trainee.gpt, self.model)
         reset_routing(self.trainee.gpt)
         record: dict[str, Any] = {

@@ -5,6 +5,7 @@ Shape suffixes: B micro-batch, S sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,12 @@ class StepResult:
     grad_norm: float
     """Global gradient norm before clipping."""
     ok: bool
-    """False when the optimizer skipped the step because a gradient was not finite."""
+    """False when Megatron skipped the step, as it does with a loss scale (fp16)."""
+
+    @property
+    def finite(self) -> bool:
+        """False when the weights are lost: without a loss scale Megatron takes a step of any gradient."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)

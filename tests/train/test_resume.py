@@ -186,6 +186,21 @@ def test_nothing_to_do_once_done(world: TinyWorld, commands: CommandServer, whol
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 
 
+def test_a_gradient_that_is_not_finite_ends_the_run(
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+) -> None:
+    """Before the broken weights reach a checkpoint; where it was chance, the run goes on from the last one."""
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out)
+    ended = commands.run(*arguments, before="btx_testing.death:poison_at?6")
+    assert ended.code == 1
+    assert "training broke down at step 6" in ended.err.splitlines()[-1]
+    assert saved_step(out) == 4
+    assert [record["step"] for record in metrics(out)][-1] == 5
+    ok(commands.run(*arguments))
+    assert_same_run(out, whole)
+
+
 @pytest.fixture(scope="module")
 def half(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dense run that was stopped after step 6 of 12; copy it."""

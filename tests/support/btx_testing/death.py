@@ -74,3 +74,21 @@ def forget_optimizer(_: str) -> None:
     import btx_nemo.train.checkpoint as checkpoint
 
     checkpoint.load_optimizer_state = lambda *_, **__: None
+
+
+def poison_at(step: str) -> None:
+    """Makes the gradient of the last norm infinite in one step."""
+    import btx_nemo.train.run as run
+
+    train_step, calls = run.train_step, 0
+
+    def poisoned(trainee: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        weight = trainee.gpt.decoder.final_layernorm.weight
+        hook = weight.register_hook(lambda gradient: gradient * (float("inf") if calls == int(step) else 1.0))
+        result = train_step(trainee, *args, **kwargs)
+        hook.remove()
+        return result
+
+    run.train_step = poisoned

@@ -77,3 +77,49 @@ def user_error_of_freeze(model: str, layout: dict[str, int], patterns: list[str]
             return ""
     except UserError as error:
         return str(error)
+
+
+def learning_rates(model: str, options: dict[str, Any], count: int) -> list[float]:
+    """Rate of each of the first `count` steps, and of the one after."""
+    with trainee(model, {}, options) as subject:
+        rates = [subject.optimizer.param_groups[0]["lr"]]
+        for _ in steps(subject, count):
+            rates.append(subject.optimizer.param_groups[0]["lr"])
+        return rates
+
+
+def adam_trace(model: str, options: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Of each step: weights before and after, gradients before clipping, their norm, the learning rate."""
+    from btx_nemo.train.freeze import global_names
+
+    with trainee(model, {}, {"warmup_steps": 0, "min_lr": 1e-3, **options}) as subject:
+        parameters, trace = global_names(subject.gpt), []
+        step, gradients = subject.optimizer.step, {}
+
+        def spied() -> Any:
+            gradients.update({name: p.main_grad.detach().clone() for name, p in parameters.items()})
+            return step()
+
+        subject.optimizer.step = spied
+        for _ in range(count):
+            before = {name: p.detach().clone() for name, p in parameters.items()}
+            lr = subject.optimizer.param_groups[0]["lr"]
+            (result,) = steps(subject, 1)
+            after = {name: p.detach().clone() for name, p in parameters.items()}
+            trace.append(
+                {"before": before, "after": after, "gradients": dict(gradients), "lr": lr}
+                | {"grad_norm": result.grad_norm}
+            )
+        return trace
+
+
+def after_parallel_state(layout: dict[str, int]) -> list[bool]:
+    """After `parallel_state`: torch.distributed still up, as it was; Megatron's groups and the platform gone."""
+    import torch.distributed as dist
+
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.megatron.platform import _Inert
+
+    with parallel_state(LayoutConfig(**layout), seed=1):
+        from megatron.core import parallel_state as mpu
+    return [dist.is_initialized(), mpu.model_parallel_is_initialized(), torch.cuda.Stream is _Inert]
