@@ -25,6 +25,8 @@ from btx_nemo.plan.progress import byte_progress
 
 BATCH, LENGTH, SEED = 2, 64, 20240312
 """The probe: random tokens, the same in every run on every machine."""
+FP32_NOISE = 1e-5
+"""Share of the largest logit by which equal models were seen to differ, with room: 4e-6 for SmolLM2 (30 layers)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def verify(a: Path, b: Path, *, tolerance: float) -> None:
     if not found.largest <= tolerance:
         raise CheckFailed(
             f"{a} and {b}: logits differ by {found.largest:.3g} at {_place(found.at)}, "
-            f"over the tolerance of {tolerance:g}"
+            f"over the tolerance of {tolerance:g}{_rounding(found)}"
         )
 
 
@@ -194,6 +196,14 @@ def _tensor_line(a: Source, b: Source) -> str:
         f"{found.differing} of {len(layouts[0])} differ{dtypes}; the first is {found.name}, "
         f"by at most {found.largest:.3g}, at {list(found.at)}"
     )
+
+
+def _rounding(found: LogitDifference) -> str:
+    """What to think of a small failure: two engines sum in different orders, and large logits round coarsely."""
+    if not found.largest <= FP32_NOISE * found.magnitude:
+        return ""
+    share = found.largest / found.magnitude
+    return f", but only {share:.1g} of the largest logit, which fp32 rounding can explain; --tolerance accepts it"
 
 
 def _place(at: tuple[int, int, int]) -> str:

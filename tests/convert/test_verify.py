@@ -105,6 +105,18 @@ def test_the_place_of_the_largest_difference() -> None:
     assert found.at == (0, 2, 6) and math.isnan(found.largest)
 
 
+def test_a_failure_that_rounding_can_explain_says_so(tmp_path: Path) -> None:
+    a = make_llama(tmp_path / "a", **SMALL)
+    name = "model.layers.1.mlp.down_proj.weight"
+    value = float(load_folder(a)[name][3, 5])
+    near = changed_copy(a, tmp_path / "near", name, (3, 5), value + 1e-6)
+    far = changed_copy(a, tmp_path / "far", name, (3, 5), value + 0.1)
+    with pytest.raises(CheckFailed, match=r"over the tolerance of 1e-12, but only \S+ of the largest logit"):
+        verify(a, near, tolerance=1e-12)
+    with pytest.raises(CheckFailed, match=r"over the tolerance of 1e-12$"):
+        verify(a, far, tolerance=1e-12)
+
+
 def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
     a, b = make_llama(tmp_path / "a", **SMALL), make_llama(tmp_path / "b", **{**SMALL, "vocab_size": 64})
     with pytest.raises(UserError, match=r"b: vocab_size=64 but .*a has 96"):
