@@ -118,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("verify", _verify, "Compare two checkpoints' logits on the same tokens; exit 1 when they differ.")
     sub.add_argument("a", type=Path, help="Hugging Face folder, checkpoint or run directory")
     sub.add_argument("b", type=Path, help="the same")
-    sub.add_argument("--tolerance", type=float, default=1e-4, help="largest absolute difference (default 1e-4)")
+    sub.add_argument(
+        "--tolerance", type=float, help="largest absolute difference (default 1e-4, or 1e-5 of the largest logit)"
+    )
     _add_submit(command)
     sub = command("demo", _demo, "The whole pipeline, small, on this machine, with real text.")
     sub.add_argument("--out", type=Path, default=Path("runs"), help="folder for all it makes (default: runs)")

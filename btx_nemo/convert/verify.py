@@ -59,16 +59,18 @@ class TensorDifference:
     """How many tensors differ in all."""
 
 
-def verify(a: Path, b: Path, *, tolerance: float) -> None:
+def verify(a: Path, b: Path, *, tolerance: float | None = None) -> None:
     """Compare two models, each a Hugging Face folder, a checkpoint or a run directory, and print what was found.
 
     Logits are computed in fp32 in this process: by transformers for Hugging Face folders, by Megatron-Core for ours.
     Tensors are compared too, streamed, where both models have the same; they do not decide.
 
+    The default tolerance is 1e-4, or 1e-5 of the largest logit where that is more: fp32 itself is no finer.
+
     Raises CheckFailed when the largest absolute difference of logits is over `tolerance` (NaN is), UserError when a
     folder is not such a model, or when the two have different vocabularies.
     """
-    if not (math.isfinite(tolerance) and tolerance >= 0):
+    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise UserError(f"tolerance={tolerance}: must be zero or a positive number")
     sources = open_source(a, "a"), open_source(b, "b")
     for source in sources:
@@ -78,6 +80,8 @@ def verify(a: Path, b: Path, *, tolerance: float) -> None:
     tokens = probe_tokens(sources[0].config.vocab_size, min(LENGTH, positions))
     with _quiet_transformers():
         found = compare_logits(*(_logits(source, tokens) for source in sources))
+    if tolerance is None:
+        tolerance = max(1e-4, FP32_NOISE * found.magnitude) if math.isfinite(found.magnitude) else 1e-4
     _print_logits(sources, found, tolerance)
     print(f"tensors: {_tensor_line(*sources)}")
     if not found.largest <= tolerance:

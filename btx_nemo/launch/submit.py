@@ -78,7 +78,7 @@ def submit(
 ) -> None:
     """Submits one expert per domain, the mix after all of them, and the export after the mix.
 
-    Without an `sbatch` on PATH, or with `local`, the same scripts run here one after the other and the first that
+    Without Slurm, or with `local`, the same scripts run here one after the other and the first that
     fails ends it. An override goes to the experts' and the joint training; `expert:K=V`, `mix:K=V` and `export:K=V`
     go to one stage. With `dry_run` a shell script is printed that would do the same.
 
@@ -88,7 +88,7 @@ def submit(
     runs = Path(runs_dir or os.environ.get("BTX_RUNS") or "runs").resolve()
     jobs = plan(domains, runs=runs, scripts=scripts_dir(), overrides=overrides)
     environment = {"BTX_RUNS": str(runs), "BTX_PYTHON": os.environ.get("BTX_PYTHON") or sys.executable}
-    here = local or shutil.which("sbatch") is None
+    here = local or not has_slurm()
     if dry_run:
         print(_local_script(jobs, environment) if here else _sbatch_script(jobs, environment, runs, sbatch_options))
         return
@@ -101,6 +101,14 @@ def submit(
         _print_table([(job.name, "done", "") for job in jobs])
     else:
         _submit_all(jobs, environment, runs, sbatch_options)
+
+
+def has_slurm() -> bool:
+    """Whether `sbatch` is there and configured: Slurm's client without a slurm.conf fails at everything."""
+    return (
+        shutil.which("sbatch") is not None
+        and not subprocess.run(["sbatch", "--version"], capture_output=True).returncode
+    )
 
 
 def scripts_dir() -> Path:

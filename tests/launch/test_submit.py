@@ -48,7 +48,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "BTX_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("BTX_CLI", str(FAKE))
-    monkeypatch.setattr(module.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module, "has_slurm", lambda: False)
     folder = tmp_path / "my runs"
     (folder / "seed").mkdir(parents=True)
     return folder
@@ -62,7 +62,7 @@ def finish(run: Path) -> None:
 def test_printed_script_is_the_golden_one(
     runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(module, "has_slurm", lambda: True)
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
     overrides = ["expert:steps=10", "note=it's $(x)", "mix:layout.ep=2"]
     submit(["math", "code-py"], sbatch_options=["--time=12:00:00"], overrides=overrides, runs_dir=runs, dry_run=True)
@@ -176,7 +176,7 @@ def test_a_refused_submission_leaves_nothing_in_the_queue(
     for stub in stubs.iterdir():
         stub.chmod(0o755)
     monkeypatch.setenv("PATH", f"{stubs}:{os.environ['PATH']}")
-    monkeypatch.setattr(module.shutil, "which", lambda name: str(stubs / name))
+    monkeypatch.setattr(module, "has_slurm", lambda: True)
     with pytest.raises(UserError, match="sbatch refused btx-mix: no such QOS; nothing stays submitted"):
         submit(["math", "code"], runs_dir=runs)
     lines = calls.read_text().splitlines()
@@ -209,3 +209,13 @@ def test_shellcheck_has_nothing_to_say() -> None:
     scripts = [*(REPO / "slurm").glob("*.sh"), *(REPO / "tests").rglob("*.sh")]
     result = subprocess.run(["shellcheck", "-x", *map(str, scripts)], cwd=REPO, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, True), (1, False)])
+def test_a_client_without_configuration_is_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, expected: bool
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nexit {status}\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert module.has_slurm() is expected
