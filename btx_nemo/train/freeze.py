@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def _global_name(gpt: torch.nn.Module, name: str) -> str:
     found = _LAYER.search(name)
     if found is None:
         return name
-    layer = gpt.get_submodule(name[: found.end()])
+    layer: Any = gpt.get_submodule(name[: found.end()])
     name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), name)
     return _LAYER.sub(str(layer.layer_number - 1), name)
 

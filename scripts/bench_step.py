@@ -1,0 +1,260 @@
+"""Step time of our training loop as a ratio to a bare loop over the same Megatron model, schedule and optimizer.
+
+    python scripts/bench_step.py [--pairs 20] [--seq-length 256]
+    torchrun --nproc-per-node 2 scripts/bench_step.py --tp 2
+
+Ours is what `btx_nemo.train.run` does in a step: batches from blended files through the sampler, the training step with
+its loss over all ranks, routing statistics and a line of metrics every ten steps, the progress line, and the agreement
+on whether to stop. The bare loop has one batch in memory and calls Megatron alone. Both take turns, a step each on the
+same weights, so that what else the machine does falls on both; `cpu` counts this process's processor time alone. In the
+last row the bare loop trains a second model with Megatron's own router and balance loss. Aim: at most 1.05.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainConfig
+from btx_nemo.families.config import ModelConfig, MoEConfig
+
+LOG_EVERY = 10
+
+
+def make_data(root: Path) -> Path:
+    """Two domains of random words with a byte-level tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from btx_nemo.data.prepare import prepare_data
+
+    alphabet = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    (root / "tokenizer").mkdir(parents=True)
+    tokenizer.save(str(root / "tokenizer" / "tokenizer.json"))
+    (root / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    for number, domain in enumerate(("a", "b")):
+        words, file = random.Random(number), root / f"{domain}.jsonl"
+        lines = (json.dumps({"text": " ".join(str(words.random()) for _ in range(200))}) for _ in range(200))
+        file.write_text("\n".join(lines) + "\n")
+        prepare_data([file], root / "tokenizer", root / "data", domain, workers=1)
+    return root / "data"
+
+
+def make_config(options: argparse.Namespace, data: Path, mixture: bool) -> TrainConfig:
+    """The demo's model; its experts are the dense model's feed-forward block."""
+    model = ModelConfig(
+        num_layers=4,
+        hidden_size=128,
+        ffn_hidden_size=352,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=32,
+        vocab_size=2048,
+        tie_word_embeddings=True,
+        moe=MoEConfig(num_experts=4, top_k=2) if mixture else None,
+    )
+    return TrainConfig(
+        stage="mix" if mixture else "expert",
+        out="unused",
+        model=model,
+        data=DataConfig(path=str(data), seq_length=options.seq_length),
+        layout=LayoutConfig(tp=options.tp, pp=options.pp, ep=options.ep if mixture else 1),
+        steps=1000,
+        micro_batch_size=4,
+        global_batch_size=16,
+        optim=OptimConfig(lr=1e-3, warmup_steps=10),
+    )
+
+
+def make_trainee(config: TrainConfig, *, megatron_router: bool = False) -> Any:
+    """Our trainee; or the same with the router and the balance loss that Megatron has of its own."""
+    from btx_nemo.train.setup import build_trainee
+    from btx_nemo.train.source import fresh_source
+
+    assert config.model is not None
+    source = fresh_source(config.model)
+    if not megatron_router:
+        return build_trainee(config, source)
+    import btx_nemo.megatron.model as model_module
+    import btx_nemo.megatron.specs as specs
+
+    ours = model_module.transformer_config
+
+    def with_aux_loss(*args: Any, **kwargs: Any) -> Any:
+        settings = ours(*args, **kwargs)
+        settings.moe_router_load_balancing_type, settings.moe_aux_loss_coeff = "aux_loss", 0.01
+        return settings
+
+    with (
+        mock.patch.object(model_module, "transformer_config", with_aux_loss),
+        mock.patch.object(specs, "with_router", lambda mlp, router: mlp),
+    ):
+        return build_trainee(config, source)
+
+
+def our_loop(config: TrainConfig, trainee: Any, root: Path) -> Iterator[None]:
+    """A step of the training loop at each `next`."""
+    from megatron.core import parallel_state as mpu
+
+    from btx_nemo.data.blend import build_datasets
+    from btx_nemo.data.sampler import batches, num_microbatches
+    from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
+    from btx_nemo.train.routing import collect_routing, reset_routing
+    from btx_nemo.train.signals import StopRequest
+    from btx_nemo.train.step import train_step
+
+    assert config.model is not None
+    sizes = {"micro_batch_size": config.micro_batch_size, "global_batch_size": config.global_batch_size}
+    dp = {"dp_rank": mpu.get_data_parallel_rank(), "dp_size": mpu.get_data_parallel_world_size()}
+    train_set, _ = build_datasets(
+        Path(config.data.path),
+        {"a": 1.0, "b": 1.0},
+        seq_length=config.data.seq_length,
+        train_samples=config.steps * config.global_batch_size,
+        valid_samples=1,
+        cache_dir=root / "cache",
+        vocab_size=config.model.vocab_size,
+    )
+    data = batches(train_set, consumed_samples=0, **sizes, **dp)
+    microbatches = num_microbatches(**sizes, dp_size=dp["dp_size"])
+    metrics, stop = MetricsFile(root / f"metrics-{os.getpid()}.jsonl", resumed_at=0), StopRequest()
+    tokens = config.global_batch_size * config.data.seq_length
+    bar = TrainProgress(total=config.steps, done=0, name="", tokens_per_step=tokens, show=False, every=LOG_EVERY)
+    step, load = 0, ""
+    while True:
+        result = train_step(
+            trainee,
+            data,
+            microbatches=microbatches,
+            micro_batch_size=config.micro_batch_size,
+            seq_length=config.data.seq_length,
+        )
+        step += 1
+        if step % LOG_EVERY == 0:
+            routing = collect_routing(trainee.gpt, config.model)
+            reset_routing(trainee.gpt)
+            metrics.write({"step": step, "loss": result.loss, "load": routing.load if routing else None})
+            load = load_bars(routing.load) if routing else ""
+        bar.update(step, f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{load}")
+        stop.agreed()
+        yield
+
+
+def bare_loop(config: TrainConfig, trainee: Any) -> Iterator[None]:
+    """A step of Megatron alone at each `next`, on one batch that is in memory."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from btx_nemo.megatron.platform import device
+
+    size, length = config.micro_batch_size, config.data.seq_length
+    ids = torch.randint(0, 257, (size, length + 1), generator=torch.Generator().manual_seed(0)).to(device())
+    tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    positions = torch.arange(length, device=device())[None].expand(size, -1).contiguous()
+
+    def forward_step(_: Any, model: Any) -> tuple[Any, Callable]:
+        losses = model(tokens, positions, None, labels=labels)
+        return losses, lambda x: (x.float().mean(), {"loss": x.detach().float().mean()})
+
+    microbatches = config.global_batch_size // (size * mpu.get_data_parallel_world_size())
+    trainee.wrapped.train()
+    while True:
+        trainee.wrapped.zero_grad_buffer()
+        trainee.optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=[trainee.wrapped],
+            num_microbatches=microbatches,
+            seq_length=length,
+            micro_batch_size=size,
+            forward_only=False,
+        )
+        trainee.optimizer.step()
+        trainee.scheduler.step(increment=1)
+        yield
+
+
+def compare(ours: Iterator[None], bare: Iterator[None], pairs: int) -> dict[str, float]:
+    """Median seconds a step of both, and the median over pairs of the ratio, by wall clock and by processor time."""
+    times: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
+    loops = [("ours", ours), ("bare", bare)]
+    for _, loop in loops * 3:
+        next(loop)  # not counted: the first steps allocate
+    for number in range(pairs):
+        for name, loop in loops if number % 2 else reversed(loops):
+            if torch.distributed.get_world_size() > 1:
+                torch.distributed.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            next(loop)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    both = list(zip(times["ours"], times["bare"]))
+    return {
+        "ours": statistics.median(wall for wall, _ in times["ours"]),
+        "bare": statistics.median(wall for wall, _ in times["bare"]),
+        "wall": statistics.median(o[0] / b[0] for o, b in both),
+        "cpu": statistics.median(o[1] / b[1] for o, b in both),
+    }
+
+
+def main() -> None:
+    """Prints the table; on the first rank only."""
+    from btx_nemo.megatron.parallel import parallel_state
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=20, help="steps of each loop (default 20)")
+    parser.add_argument("--seq-length", type=int, default=256)
+    for name in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")  # what Megatron says of a machine without a GPU
+    first = os.environ.get("RANK", "0") == "0"
+    root = Path(tempfile.mkdtemp(prefix="bench-step-"))
+    try:
+        data = make_data(root)
+        if first:
+            print(f"{'':28} {'ours ms':>8} {'bare ms':>8} {'wall':>6} {'cpu':>6}")
+        for label, mixture, other in (
+            ("dense", False, False),
+            ("mixture", True, False),
+            ("mixture, Megatron's router", True, True),
+        ):
+            config = make_config(options, data, mixture)
+            with parallel_state(config.layout, seed=1):
+                trainee = make_trainee(config)
+                rival = make_trainee(config, megatron_router=True) if other else trainee
+                facts = compare(our_loop(config, trainee, root), bare_loop(config, rival), options.pairs)
+            if first:
+                print(
+                    f"{label:28} {1e3 * facts['ours']:>8.1f} {1e3 * facts['bare']:>8.1f} "
+                    f"{facts['wall']:>6.3f} {facts['cpu']:>6.3f}",
+                    flush=True,
+                )
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
