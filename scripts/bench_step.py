@@ -59,7 +59,7 @@ def make_data(root: Path) -> Path:
     return root / "data"
 
 
-def make_config(options: argparse.Namespace, data: Path, mixture: bool) -> TrainConfig:
+def make_config(options: argparse.Namespace, layout: LayoutConfig, data: Path, mixture: bool) -> TrainConfig:
     """The demo's model; its experts are the dense model's feed-forward block."""
     model = ModelConfig(
         num_layers=4,
@@ -77,7 +77,7 @@ def make_config(options: argparse.Namespace, data: Path, mixture: bool) -> Train
         out="unused",
         model=model,
         data=DataConfig(path=str(data), seq_length=options.seq_length),
-        layout=LayoutConfig(tp=options.tp, pp=options.pp, ep=options.ep if mixture else 1),
+        layout=layout,
         steps=1000,
         micro_batch_size=4,
         global_batch_size=16,
@@ -221,6 +221,7 @@ def compare(ours: Iterator[None], bare: Iterator[None], pairs: int) -> dict[str,
 def main() -> None:
     """Prints the table; on the first rank only."""
     from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.megatron.platform import backend
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=20, help="steps of each loop (default 20)")
@@ -231,21 +232,26 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # what Megatron says of a machine without a GPU
     first = os.environ.get("RANK", "0") == "0"
-    root = Path(tempfile.mkdtemp(prefix="bench-step-"))
+    if "RANK" in os.environ:  # once for all rows: the launcher's store serves one start of the process group
+        torch.distributed.init_process_group(backend())
+    root = tempfile.mkdtemp(prefix="bench-step-") if first else ""
     try:
-        data = make_data(root)
         if first:
+            make_data(Path(root))
             print(f"{'':28} {'ours ms':>8} {'bare ms':>8} {'wall':>6} {'cpu':>6}")
         for label, mixture, other in (
             ("dense", False, False),
             ("mixture", True, False),
             ("mixture, Megatron's router", True, True),
         ):
-            config = make_config(options, data, mixture)
-            with parallel_state(config.layout, seed=1):
+            layout = LayoutConfig(tp=options.tp, pp=options.pp, ep=options.ep if mixture else 1)
+            with parallel_state(layout, seed=1):  # waits for the first rank, which makes the data
+                folder = [root]
+                torch.distributed.broadcast_object_list(folder)
+                config = make_config(options, layout, Path(folder[0]) / "data", mixture)
                 trainee = make_trainee(config)
                 rival = make_trainee(config, megatron_router=True) if other else trainee
-                facts = compare(our_loop(config, trainee, root), bare_loop(config, rival), options.pairs)
+                facts = compare(our_loop(config, trainee, Path(folder[0])), bare_loop(config, rival), options.pairs)
             if first:
                 print(
                     f"{label:28} {1e3 * facts['ours']:>8.1f} {1e3 * facts['bare']:>8.1f} "
@@ -253,7 +259,8 @@ def main() -> None:
                     flush=True,
                 )
     finally:
-        shutil.rmtree(root, ignore_errors=True)
+        if first:
+            shutil.rmtree(root, ignore_errors=True)
 
 
 if __name__ == "__main__":

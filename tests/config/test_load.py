@@ -154,3 +154,13 @@ def test_what_was_saved_builds_the_same_run(tmp_path: Path) -> None:
     again = build(TrainConfig, yaml.safe_load((tmp_path / "resolved.yaml").read_text()), where="resolved.yaml")
     assert again == config
     assert [path.name for path in tmp_path.iterdir()] == ["resolved.yaml"]
+
+
+def test_a_configuration_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "resolved.yaml"
+    save_resolved(train("steps=50"), path)
+    before = path.read_text()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save_resolved(train("steps=60"), path)
+    assert path.read_text() == before
