@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from btx_nemo.families.config import ModelConfig
 
@@ -59,14 +60,30 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Balance loss of the router; the routing rule itself is the model's (`ModelConfig.moe`)."""
+    """How a router is trained; the routing rule itself is the model's (`ModelConfig.moe`)."""
 
-    loss: str = "btx"
-    """Balance loss: btx (gate-weighted, Branch-Train-MiX section 3.3) or none."""
-    aux_loss_coeff: float = 0.01
-    """Weight of the balance loss, alpha."""
+    losses: dict[str, float] = field(default_factory=lambda: {"btx": 0.01})
+    """Weight of each loss on the routing, e.g. {btx: 0.01, z: 0.001}; 0 turns one off. See `routers/losses.py`."""
     detach_u: bool = False
-    """Treat the gate-weighted load u as a constant, as count-based losses do."""
+    """Treat the gate-weighted load u of the btx loss as a constant, as count-based losses do."""
+    input_jitter: float = 0.0
+    """In training, multiply what the router sees by uniform noise in [1 - jitter, 1 + jitter] (Switch, section 2.4)."""
+    init_scale: float = 0.0
+    """s of a fresh router's truncated normal, sqrt(s / H) (Switch: 0.1); 0 for N(0, init_std^2)."""
+    reset: bool = False
+    """Start with fresh router weights where `init_from` has trained ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEOverride:
+    """Changes the routing rule of the model that is loaded; what is None stays."""
+
+    router: str | None = None
+    """Name of the router."""
+    top_k: int | None = None
+    """Experts per token; a router that knows only one number needs none."""
+    options: dict[str, Any] | None = None
+    """The router's own settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +117,9 @@ class TrainConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel layout."""
     precision: str = "fp32"
-    """fp32, or bf16 with fp32 main weights in the optimizer."""
+    """fp32, or bf16 with fp32 main weights in the optimizer. A router is fp32 in both."""
+    recompute: str = "none"
+    """none, or full: activations are computed again in the backward pass, which saves memory and changes nothing."""
     steps: int
     """Optimizer steps of the whole run."""
     micro_batch_size: int
@@ -109,8 +128,10 @@ class TrainConfig:
     """Sequences per optimizer step, over all ranks."""
     optim: OptimConfig
     """Optimizer and schedule."""
+    moe: MoEOverride = field(default_factory=MoEOverride)
+    """Another routing rule for the mixture that is loaded."""
     router: RouterConfig = field(default_factory=RouterConfig)
-    """Balance loss, for a mixture."""
+    """Losses on the routing, for a mixture."""
     freeze: list[str] = field(default_factory=list)
     """Patterns over Megatron parameter names that stay as they are, e.g. "*.mlp.experts.*"; each must match."""
     eval_every: int = 0

@@ -15,6 +15,7 @@ from btx_nemo.families.source import Source, open_source
 from btx_nemo.plan.expr import infer
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
+from btx_nemo.routers import is_mixtral
 
 
 def export_hf(
@@ -34,6 +35,12 @@ def export_hf(
     source = open_source(src, "ckpt")
     if source.kind != "megatron":
         raise UserError(f"{src}: is a Hugging Face folder already; export takes a checkpoint or a run directory")
+    moe = source.config.moe
+    if moe is not None and not is_mixtral(moe):
+        raise UserError(
+            f"{src}: Hugging Face's Mixtral cannot compute moe.router={moe.router} with {moe.options}; "
+            "only top_k with the softmax over the kept logits can be exported"
+        )
     plan = export_plan(source, dtype)
     plan.check()
     with atomic_dir(out, plan.nbytes + OVERHEAD_BYTES) as folder:

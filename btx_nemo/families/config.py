@@ -16,6 +16,8 @@ class MoEConfig:
     """Experts that each token is sent to."""
     router: str = "top_k"
     """Name in the router registry (`btx_nemo.routers`)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """The routing rule's own settings: the fields of its router's `Options`."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
 

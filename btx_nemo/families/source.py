@@ -125,10 +125,16 @@ def _open_megatron(folder: Path, name: str) -> Source:
     config = read_model_json(folder)
     family = get_family(config.family)
     stored = {key: Take(name, key) for key in family.to_megatron(config)}
-    table = {hf_name: substitute(expr, "ckpt", stored) for hf_name, expr in family.to_hf(config).items()}
+    reader = DistReader(folder)
+    lacks = {key for key in stored if key.endswith(".mlp.router.weight") and key not in reader.layout()}
+    table = {
+        hf_name: substitute(expr, "ckpt", stored)
+        for hf_name, expr in family.to_hf(config).items()
+        if not (isinstance(expr, Take) and expr.name in lacks)  # not every router has a weight
+    }
     tokenizer = folder / "tokenizer"
     base = read_json(tokenizer / "config.json") if (tokenizer / "config.json").exists() else special_ids(tokenizer)
-    return Source(name, folder, "megatron", config, DistReader(folder), table, {}, base, tokenizer)
+    return Source(name, folder, "megatron", config, reader, table, {}, base, tokenizer)
 
 
 def read_model_json(folder: Path) -> ModelConfig:

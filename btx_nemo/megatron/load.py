@@ -32,7 +32,7 @@ def sharded_tensors(gpt: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def load_weights(gpt: Any, expressions: Mapping[str, Expr], readers: Mapping[str, TensorReader], *, seed: int) -> None:
-    """Fills every parameter of this rank's model from `expressions` (canonical Megatron key -> global tensor).
+    """Fills every parameter and saved buffer of this rank's model from `expressions` (canonical Megatron key -> global tensor).
 
     Raises RuntimeError when a parameter has no expression, the wrong shape, or is not reached: nothing stays undefined.
     """
@@ -50,9 +50,16 @@ def load_weights(gpt: Any, expressions: Mapping[str, Expr], readers: Mapping[str
         value = evaluate(expression, readers, info, shard.key, seed, box)
         shard.data.copy_(value.view(shard.data.shape))
         filled += shard.data.numel()
-    expected = sum(parameter.numel() for parameter in gpt.parameters())
+    expected = sum(parameter.numel() for parameter in gpt.parameters()) + sum(_saved_buffers(gpt))
     if filled != expected:
         raise RuntimeError(f"{filled} of the model's {expected} numbers were given weights")
+
+
+def _saved_buffers(gpt: Any) -> Iterator[int]:
+    for module in gpt.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer.numel()
 
 
 def _local_shape(shard: Any) -> tuple[int, ...]:

@@ -11,11 +11,14 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import inverse_frequencies
 from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
 from btx_nemo.megatron.specs import block_spec
+from btx_nemo.routers import router_class
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def transformer_config(model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32") -> Any:
+def transformer_config(
+    model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32", recompute: str = "none"
+) -> Any:
     """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -23,13 +26,15 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, *, precision: s
     if model.moe is not None:
         mixture = dict(
             num_moe_experts=model.moe.num_experts,
-            moe_router_topk=model.moe.top_k,
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",  # the balance loss is our router's
             moe_token_dispatcher_type="alltoall",
             moe_ffn_hidden_size=model.ffn_hidden_size,
             moe_grouped_gemm=False,
+            **router_class(model.moe.router).megatron_settings(model),
         )
+    if recompute == "full":
+        mixture |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -64,7 +69,12 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, *, precision: s
 
 
 def build_model(
-    model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32", router: RouterConfig | None = None
+    model: ModelConfig,
+    layout: LayoutConfig,
+    *,
+    precision: str = "fp32",
+    router: RouterConfig | None = None,
+    recompute: str = "none",
 ) -> torch.nn.Module:
     """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered."""
     from megatron.core import parallel_state as mpu
@@ -72,7 +82,7 @@ def build_model(
 
     from btx_nemo.megatron.platform import device
 
-    config = transformer_config(model, layout, precision=precision)
+    config = transformer_config(model, layout, precision=precision, recompute=recompute)
     gpt = GPTModel(
         config,
         block_spec(model, router or RouterConfig(), model.num_layers // layout.pp),

@@ -36,7 +36,7 @@ def block_spec(model: ModelConfig, router: RouterConfig, num_layers: int) -> Any
     layer = _transformer_engine_layer(model) if has_transformer_engine() else _local_layer(model)
     submodules = layer.submodules
     if model.moe is not None:
-        build_router = functools.partial(router_class(model.moe.router), moe=model.moe, options=router)
+        build_router = functools.partial(router_class(model.moe.router), model=model, options=router)
         submodules = dataclasses.replace(submodules, mlp=with_router(submodules.mlp, build_router))
     layer = dataclasses.replace(layer, submodules=submodules)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_final_norm())

@@ -196,7 +196,12 @@ class Evaluator:
             out.fill_(expr.value)
             return
         values = torch.empty(out.shape, dtype=torch.float32)
-        values.normal_(0.0, expr.std, generator=generator_for(self.seed, target))
+        generator = generator_for(self.seed, target)
+        if expr.cut:
+            limit = expr.cut * expr.std
+            torch.nn.init.trunc_normal_(values, 0.0, expr.std, -limit, limit, generator=generator)
+        else:
+            values.normal_(0.0, expr.std, generator=generator)
         out.copy_(values)
 
 

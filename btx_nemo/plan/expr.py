@@ -69,6 +69,8 @@ class Normal:
     """Fresh weights N(0, std^2) with the target's shape, seeded by (seed, target name)."""
 
     std: float
+    cut: float = 0.0
+    """Deviations at which the normal is truncated; 0 for not at all."""
 
 
 @dataclass(frozen=True)

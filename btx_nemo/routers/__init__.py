@@ -1,40 +1,65 @@
-"""Routers by name. The registry is open: `register_router("mine", "my_package.my_module:MyRouter")`."""
+"""Routers by name. The registry is open: `register_router("mine", "my_package.my_module:MyRouter")`.
+
+A package may instead offer an entry point in the group `btx_nemo.routers`: name = "module:class".
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+from importlib.metadata import entry_points
 from typing import Any
 
 from btx_nemo.errors import UserError
+from btx_nemo.families.config import MoEConfig
+
+ENTRY_POINTS = "btx_nemo.routers"
 
 # Names map to "module:class", so that listing them imports no Megatron.
-_ROUTERS: dict[str, str] = {"top_k": "btx_nemo.routers.top_k:TopKRouter"}
+_ROUTERS: dict[str, str] = {
+    "top_k": "btx_nemo.routers.top_k:TopKRouter",
+    "switch": "btx_nemo.routers.switch:SwitchRouter",
+    "soft": "btx_nemo.routers.soft:SoftRouter",
+    "divmoe": "btx_nemo.routers.divmoe:DivMoERouter",
+    "flexolmo": "btx_nemo.routers.flexolmo:FlexOlmoRouter",
+}
 
-LOSSES = ("btx", "none")
 
-
-def register_router(name: str, target: str) -> None:
-    """Adds a router: `target` is "module:class" of a `routers.base.BaseRouter`. Raises ValueError for a taken name."""
-    if name in _ROUTERS and _ROUTERS[name] != target:
-        raise ValueError(f"router {name!r} is {_ROUTERS[name]} already")
+def register_router(name: str, target: str | type) -> None:
+    """Adds a router: a `routers.base.BaseRouter`, or "module:class" of one. Raises ValueError for a taken name."""
+    target = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
+    if _known().get(name, target) != target:
+        raise ValueError(f"router {name!r} is {_known()[name]} already")
     _ROUTERS[name] = target
+
+
+@functools.cache
+def _installed() -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+
+
+def _known() -> dict[str, str]:
+    return _installed() | _ROUTERS  # an installed package cannot replace one of ours unseen
 
 
 def router_names() -> list[str]:
     """All registered names."""
-    return sorted(_ROUTERS)
-
-
-def check_router(name: str, loss: str = "btx") -> None:
-    """Raises UserError, listing the known ones, when the router or its balance loss is unknown."""
-    if name not in _ROUTERS:
-        raise UserError(f"moe.router={name}: no such router; known: {', '.join(router_names())}")
-    if loss not in LOSSES:
-        raise UserError(f"router.loss={loss}: no such balance loss; known: {', '.join(LOSSES)}")
+    return sorted(_known())
 
 
 def router_class(name: str) -> Any:
-    """The class behind a name."""
-    check_router(name)
-    module, _, attribute = _ROUTERS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    """The class behind a name. Raises UserError, listing the known ones, when there is none."""
+    if name not in _known():
+        raise UserError(f"moe.router={name}: no such router; known: {', '.join(router_names())}")
+    module, _, attribute = _known()[name].partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"moe.router={name}: {_known()[name]} cannot be imported: {error}") from error
+
+
+def is_mixtral(moe: MoEConfig) -> bool:
+    """Whether the rule is the one that Hugging Face's Mixtral computes: softmax over the k kept logits."""
+    return moe.router == "top_k" and (
+        moe.options.get("softmax", "after") == "after" or bool(moe.options.get("renormalise", True))
+    )

@@ -1,11 +1,15 @@
-"""The router that Megatron's MoELayer calls: fp32 logits, a routing rule, a balance loss, statistics.
+"""The router that Megatron's MoELayer calls: fp32 logits, a routing rule, losses on it, statistics.
 
 Shape suffixes: S sequence (of this rank), B micro-batch, H hidden, T = S * B tokens, E experts.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,82 +18,261 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import Router
 from torch import Tensor
 
+from btx_nemo.config.build import build
 from btx_nemo.config.schema import RouterConfig
-from btx_nemo.families.config import MoEConfig
-from btx_nemo.routers.losses import btx_load_balance
+from btx_nemo.errors import UserError
+from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.plan.expr import Expr, Normal
+from btx_nemo.routers.losses import LOSSES, Decision
+from btx_nemo.routers.statistics import RoutingStatistics
+
+Fresh = Mapping[str, tuple[tuple[int, ...], Expr]]
+"""Key within the layer's `mlp` -> (shape, value when fresh)."""
+
+_FOREIGN = {
+    "calculate_per_token_loss": False,
+    "moe_router_fusion": False,
+    "moe_pad_expert_input_to_capacity": False,
+    "moe_router_padding_for_fp8": False,
+    "moe_router_padding_for_quantization": False,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_load_balancing_type": "none",
+}
+"""Settings of Megatron's own router that ours does not obey, with the value that asks for nothing."""
 
 
 class BaseRouter(Router):
-    """Base of all routers: subclasses implement `route`.
+    """Base of all routers: subclasses implement `route`, and whatever else of `Options`, `logits`, `decide`, `keep`.
 
-    Built by Megatron's MoELayer through `MoESubmodules(router=functools.partial(Subclass, moe=..., options=...))`;
+    Built by Megatron's MoELayer through `MoESubmodules(router=functools.partial(Subclass, model=..., options=...))`;
     keywords that only some Megatron versions pass go on to its own base class.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None, *, moe: MoEConfig, options: RouterConfig, **kwargs: Any):
+    @dataclass(frozen=True)
+    class Options:
+        """The rule's own settings (`moe.options`); each router has its own."""
+
+    only_top_k: int | None = None
+    """The one number of experts per token that the rule knows; None when `moe.top_k` chooses."""
+    variable_selection = False
+    """Whether tokens may go to more or fewer than top_k experts, so that the dispatcher has to count."""
+    extra_losses: tuple[str, ...] = ()
+    """Losses that need something which only this router has."""
+
+    def __init__(
+        self, config: Any, pg_collection: Any = None, *, model: ModelConfig, options: RouterConfig, **kwargs: Any
+    ):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        self.moe = moe
-        self.options = options
-        self.statistics = RoutingStatistics(moe.num_experts)
+        for name, nothing in _FOREIGN.items():
+            if getattr(config, name, nothing) not in (nothing, None):
+                raise UserError(f"{name}={getattr(config, name)} is not supported by the routers of btx_nemo; leave it")
+        assert model.moe is not None
+        self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
+        self.weight.data = self.weight.data.float()
+        self.losses = {name: weight for name, weight in options.losses.items() if weight}
+        self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
+        self.begin_step(0)
+
+    # What a router says of itself before any is built.
+
+    @classmethod
+    def options_of(cls, moe: MoEConfig) -> Any:
+        """`moe.options` as this router's `Options`. Raises UserError."""
+        return build(cls.Options, moe.options, where=f"moe.router={moe.router}", path="moe.options")
+
+    @classmethod
+    def experts_per_token(cls, moe: MoEConfig) -> int:
+        """Experts that a token is sent to, before any are dropped."""
+        return moe.top_k
+
+    @classmethod
+    def check(cls, model: ModelConfig) -> None:
+        """Raises UserError when the rule cannot route in this model."""
+        moe = moe_of(model)
+        cls.options_of(moe)
+        if not 1 <= moe.top_k <= moe.num_experts:
+            raise UserError(f"moe.top_k={moe.top_k}: must lie between 1 and the {moe.num_experts} experts")
+        if cls.only_top_k is not None and moe.top_k != cls.only_top_k:
+            raise UserError(
+                f"moe.router={moe.router} sends a token to {cls.only_top_k} expert, not to moe.top_k={moe.top_k}; "
+                f"give moe.top_k={cls.only_top_k}"
+            )
+
+    @classmethod
+    def check_training(cls, model: ModelConfig, router: RouterConfig) -> None:
+        """Raises UserError when the rule cannot be trained so."""
+        known = [name for name in LOSSES if name not in ("load",) or name in cls.extra_losses]
+        for name, weight in router.losses.items():
+            if name not in LOSSES:
+                raise UserError(f"router.losses.{name}: no such loss; known: {', '.join(LOSSES)}")
+            if weight and name not in known:
+                raise UserError(
+                    f"router.losses.{name}: moe.router={moe_of(model).router} does not have what it takes (trainable "
+                    f"noise); losses for it: {', '.join(known)}"
+                )
+            if not 0 <= weight < math.inf:
+                raise UserError(f"router.losses.{name}={weight}: must not be negative")
+        if not 0 <= router.input_jitter < 1:
+            raise UserError(f"router.input_jitter={router.input_jitter}: must lie between 0 and 1, without 1")
+        if not 0 <= router.init_scale < math.inf:
+            raise UserError(f"router.init_scale={router.init_scale}: must not be negative")
+
+    @classmethod
+    def tensors(cls, model: ModelConfig, router: RouterConfig) -> Fresh:
+        """What a checkpoint holds for one layer's routing: parameters and buffers. All fp32, none split over ranks."""
+        shape = (moe_of(model).num_experts, model.hidden_size)
+        return {"router.weight": (shape, fresh_weight(model, router))}
+
+    @classmethod
+    def megatron_settings(cls, model: ModelConfig) -> dict[str, Any]:
+        """Keywords for Megatron's TransformerConfig."""
+        top_k = cls.experts_per_token(moe_of(model))
+        settings = {"moe_router_topk": top_k, "moe_router_pre_softmax": top_k == 1}
+        if cls.variable_selection:
+            # Any number makes Megatron's dispatcher count the tokens; what is dropped, the router itself decides.
+            settings["moe_expert_capacity_factor"] = 1.0
+        return settings
+
+    # What a rule defines.
+
+    def logits(self, hidden_TH: Tensor) -> Tensor:
+        """fp32 hidden states -> fp32 logits [T, E]."""
+        return torch.nn.functional.linear(hidden_TH, self.weight)
 
     @abstractmethod
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Gates [T, E] (zero where not selected) and the boolean selection [T, E]."""
+        """Gates [T, E] (zero where not selected) and the boolean selection [T, E], before any is dropped."""
+
+    def decide(self, hidden_TH: Tensor) -> Decision:
+        """The rule on fp32 hidden states."""
+        logits_TE = self.logits(hidden_TH)
+        gates_TE, selected_TE = self.route(logits_TE)
+        return Decision(logits_TE, gates_TE, selected_TE, self.experts_per_token(self.moe))
+
+    def keep(self, selected_TE: Tensor) -> Tensor:
+        """The selection that is carried out: all of it, unless experts have a capacity."""
+        return selected_TE
+
+    def begin_step(self, step: int) -> None:
+        """Called before each optimizer step with the number of steps taken."""
+        self.step = step
+        self._global_load: Tensor | None = None
+        self._global_count = 0
+
+    def after_step(self) -> None:
+        """Called after each optimizer step; projects parameters back to where they may be."""
+
+    # The frame around it.
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Routes [S, B, H] hidden states; returns fp32 gates and the selection, both [T, E]."""
-        if padding_mask is not None:
-            raise ValueError("padding masks are not supported by the routers yet")
-        hidden_TH = input.reshape(-1, input.shape[-1])
-        logits_TE = torch.nn.functional.linear(hidden_TH.float(), self.weight.float())
-        gates_TE, selected_TE = self.route(logits_TE)
-        loss = None
-        if self.training and torch.is_grad_enabled() and self.options.loss != "none":
-            loss = self.balance_loss(gates_TE, logits_TE)
-            if self.options.aux_loss_coeff > 0:
-                gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, self.options.aux_loss_coeff * loss)
+        """Routes [S, B, H] hidden states; returns fp32 gates and the selection, both [T, E].
+
+        `padding_mask` [S, B] is true at padding, as in Megatron's own router (its docstring says the opposite).
+        Padding counts in no loss, no statistic and no capacity.
+        """
+        self.sequences = input.shape[1]
+        valid_T = None if padding_mask is None else ~padding_mask.reshape(-1).bool()
+        decision = self.decide(self._jittered(input).flatten(0, 1).float())
+        decision = dataclasses.replace(
+            decision, mean=lambda values_TX: self._mean(values_TX, valid_T), sequences=self.sequences
+        )
+        selected_TE = decision.selected_TE
+        kept_TE = self.keep(selected_TE if valid_T is None else selected_TE & valid_T[:, None])
+        if valid_T is not None and not self.variable_selection:
+            kept_TE = selected_TE  # Megatron counts on top_k experts for every token, padding or not
+        gates_TE = decision.gates_TE if kept_TE is selected_TE else decision.gates_TE * kept_TE
+        losses: dict[str, Tensor] = {}
+        if self.training and torch.is_grad_enabled() and self.losses:
+            losses = self._losses(decision)
+            total = torch.stack([self.losses[name] * loss for name, loss in losses.items()]).sum()
+            gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, total)
         if torch.is_grad_enabled() or not self.training:  # once a micro-batch, recomputation or not
-            self.statistics.add(selected_TE, loss)
-        return gates_TE, selected_TE
+            self.statistics.add(decision.logits_TE, decision.gates_TE, selected_TE, kept_TE, valid_T, losses)
+        return gates_TE, kept_TE
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Megatron's name for `route`."""
         return self.route(logits)
 
-    def balance_loss(self, gates_TE: Tensor, logits_TE: Tensor) -> Tensor:
-        """The micro-batch's balance loss, without its weight; the same number on all ranks that share its tokens."""
-        return btx_load_balance(
-            gates_TE, logits_TE, detach_u=self.options.detach_u, mean_over_ranks=self._mean_over_ranks
-        )
+    def _losses(self, decision: Decision) -> dict[str, Tensor]:
+        if "switch_global" in self.losses:
+            decision = dataclasses.replace(decision, global_load_E=self._update_global_load(decision))
+        options = {"btx": {"detach_u": self.options.detach_u}}
+        return {name: LOSSES[name](decision, **options.get(name, {})) for name in self.losses}
 
-    def _mean_over_ranks(self, x: Tensor) -> Tensor:
-        # Sequence parallelism leaves each rank an equal share of the tokens. Backward passes each rank's gradient on
-        # as it is: every rank has the whole loss, and Megatron sums the router's gradient over these ranks.
-        return reduce_from_tensor_model_parallel_region(x, group=self.tp_cp_group) / self.tp_cp_group.size()
+    @torch.no_grad()
+    def _update_global_load(self, decision: Decision) -> Tensor:
+        load_E = decision.mean(decision.selected_TE.float())
+        ranks = self.tp_dp_cp_group.size()
+        load_E = reduce_from_tensor_model_parallel_region(load_E.clone(), group=self.tp_dp_cp_group) / ranks
+        self._global_load = load_E if self._global_load is None else self._global_load + load_E
+        self._global_count += 1
+        return self._global_load / self._global_count
+
+    def _mean(self, values_TX: Tensor, valid_T: Tensor | None) -> Tensor:
+        # Sequence parallelism leaves each rank its share of the tokens. Backward passes each rank's gradient on as it
+        # is: every rank has the whole loss, and Megatron sums the router's gradient over these ranks.
+        group = self.tp_cp_group
+        if valid_T is None:
+            count: Tensor | int = values_TX.shape[0] * group.size()
+        else:
+            values_TX = values_TX * valid_T[:, None]
+            count = reduce_from_tensor_model_parallel_region(valid_T.sum(), group=group).clamp(min=1)
+        return reduce_from_tensor_model_parallel_region(values_TX.sum(dim=0), group=group) / count
+
+    # Noise that is the same at every layout, and the same again when activations are recomputed.
+
+    def noise(self, width: int, draw: Callable[[Tensor, torch.Generator], Tensor], *, salt: int = 0) -> Tensor:
+        """Noise [T, width] for this rank's tokens, cut from a draw for the whole micro-batch.
+
+        `draw(empty, generator)` fills fp32 memory. The seed is that of torch's CPU generator, which the training loop
+        sets for each micro-batch and Megatron's recomputation restores.
+        """
+        group, device = self.tp_cp_group, self._device()
+        local = self._tokens_of_rank // self.sequences
+        seed = (torch.initial_seed() * 1_000_003 + int(self.layer_number or 0) * 8191 + salt) % (1 << 63)
+        generator = torch.Generator(device=device).manual_seed(seed)
+        whole = draw(torch.empty(local * group.size(), self.sequences, width, device=device), generator)
+        return whole[group.rank() * local : (group.rank() + 1) * local].flatten(0, 1)
+
+    def _jittered(self, input: Tensor) -> Tensor:
+        self._tokens_of_rank = input.shape[0] * input.shape[1]
+        size = self.options.input_jitter
+        if not (self.training and size):
+            return input
+        noise_TH = self.noise(input.shape[-1], lambda x, g: x.uniform_(1 - size, 1 + size, generator=g), salt=1)
+        return input.float() * noise_TH.view(input.shape)
+
+    def _device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    # fp32 whatever the model's dtype.
+
+    def parameter(self, *shape: int) -> torch.nn.Parameter:
+        """A further fp32 parameter, undefined, whose gradient Megatron sums over ranks as it does the weight's."""
+        value = torch.nn.Parameter(torch.empty(*shape, dtype=torch.float32))
+        value.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return value
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves between devices; Float16Module's cast leaves parameters and buffers as they are."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            cast = tensor.is_floating_point() and result.dtype != tensor.dtype
+            return tensor.to(result.device) if cast else result
+
+        return super()._apply(moved, recurse)
 
 
-class RoutingStatistics:
-    """What a router did since the last `reset`: plain tensors on its device, no part of any checkpoint."""
+def fresh_weight(model: ModelConfig, router: RouterConfig) -> Expr:
+    """A fresh router's weights: N(0, init_std^2), or Switch's truncated normal, sqrt(s / H) cut at two deviations."""
+    if router.init_scale:
+        return Normal(math.sqrt(router.init_scale / model.hidden_size), cut=2.0)
+    return Normal(model.init_std)
 
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
-        self.reset()
 
-    def reset(self) -> None:
-        """Forgets everything."""
-        self._tokens_E: Tensor | int = 0
-        self._loss_sum: Tensor | int = 0
-        self._loss_count = 0
-
-    def add(self, selected_TE: Tensor, loss: Tensor | None) -> None:
-        """Counts one micro-batch, without waiting for the device."""
-        self._tokens_E = self._tokens_E + selected_TE.detach().sum(dim=0)
-        if loss is not None:
-            self._loss_sum = self._loss_sum + loss.detach()
-            self._loss_count += 1
-
-    def collect(self) -> tuple[Tensor, float, int]:
-        """Tokens per expert [E] (float64, on the CPU), and the sum and the number of the balance losses."""
-        tokens_E = torch.zeros(self.num_experts, dtype=torch.float64)
-        tokens_E += torch.as_tensor(self._tokens_E).cpu()
-        return tokens_E, float(self._loss_sum), self._loss_count
+def moe_of(model: ModelConfig) -> MoEConfig:
+    """The mixture of a model that is one."""
+    assert model.moe is not None
+    return model.moe

@@ -34,6 +34,10 @@ class Decision:
     """Experts per token."""
     mean: Callable[[Tensor], Tensor] = plain_mean
     """[T, X] -> [X]: mean over all valid tokens of the micro-batch, on all ranks that share it."""
+    sequences: int = 1
+    """Sequences of the micro-batch, B; token t is of sequence t mod B, as in a flattened [S, B]."""
+    global_load_E: Tensor | None = None
+    """Assignments per token, averaged over the data-parallel ranks and the micro-batches of the step so far."""
     clean_TE: Tensor | None = None
     """Logits without noise (noisy top-k)."""
     noise_scale_TE: Tensor | None = None
@@ -72,6 +76,24 @@ def hf(d: Decision) -> Tensor:
     return d.experts * (f_E * p_E).sum()
 
 
+def switch_seq(d: Decision) -> Tensor:
+    """`switch` of each sequence by itself, averaged over the sequences (Megatron's seq_aux_loss)."""
+    of_TB = torch.arange(d.logits_TE.shape[0], device=d.logits_TE.device)[:, None] % d.sequences
+    of_TB = (of_TB == torch.arange(d.sequences, device=of_TB.device)).to(d.logits_TE.dtype)
+    both_TX = torch.cat([d.selected_TE.to(d.logits_TE.dtype), d.logits_TE.softmax(dim=-1)], dim=-1)
+    sums_BX = d.mean((of_TB[:, :, None] * both_TX[:, None, :]).flatten(1)).view(d.sequences, -1)
+    share_B1 = d.mean(of_TB)[:, None]  # of the valid tokens; none where a sequence is all padding
+    f_BE, p_BE = (sums_BX / share_B1.clamp(min=torch.finfo(sums_BX.dtype).tiny)).chunk(2, dim=-1)
+    return d.experts / d.top_k * (f_BE.detach() * p_BE).sum() / (share_B1 > 0).sum()
+
+
+def switch_global(d: Decision) -> Tensor:
+    """`switch` with the counts of the global batch so far (Megatron's global_aux_loss; Qiu et al. 2025)."""
+    f_E, p_E = _counts_and_probabilities(d)
+    f_E = f_E if d.global_load_E is None else d.global_load_E
+    return d.experts * (f_E / d.top_k * p_E).sum()
+
+
 def z(d: Decision) -> Tensor:
     """Router z-loss (ST-MoE, equation 5): mean squared log-sum-exp of the logits."""
     return d.mean(d.logits_TE.logsumexp(dim=-1, keepdim=True).square()).sum()
@@ -108,6 +130,8 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "btx": btx,
     "switch": switch,
     "hf": hf,
+    "switch_seq": switch_seq,
+    "switch_global": switch_global,
     "z": z,
     "importance": importance,
     "load": load,

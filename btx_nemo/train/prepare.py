@@ -18,11 +18,11 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
-from btx_nemo.routers import check_router
+from btx_nemo.routers import is_mixtral, router_class
 from btx_nemo.train.optimizer import check_optim
-from btx_nemo.train.source import ModelSource, fresh_source, open_source
+from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
 
-MAY_CHANGE = ("layout", "micro_batch_size", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out")
+MAY_CHANGE = ("layout", "micro_batch_size", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out", "recompute")
 """Keys that a resumed run may change: none of them changes what is computed."""
 
 
@@ -42,6 +42,8 @@ def prepare(config: TrainConfig) -> Prepared:
         raise UserError(f"stage={config.stage}: unknown; known: expert, mix")
     if config.precision not in DTYPES:
         raise UserError(f"precision={config.precision}: unknown; known: {', '.join(DTYPES)}")
+    if config.recompute not in ("none", "full"):
+        raise UserError(f"recompute={config.recompute}: unknown; known: none, full")
     for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be 1 or more")
@@ -50,7 +52,6 @@ def prepare(config: TrainConfig) -> Prepared:
         ("eval_every", config.eval_every),
         ("checkpoint.every", config.checkpoint.every),
         ("checkpoint.keep", config.checkpoint.keep),
-        ("router.aux_loss_coeff", config.router.aux_loss_coeff),
     ):
         if not 0 <= value < float("inf"):
             raise UserError(f"{name}={value}: must not be negative")
@@ -73,14 +74,14 @@ def _source(config: TrainConfig) -> ModelSource:
     if (config.init_from is None) == (config.model is None):
         raise UserError("init_from and model: give one of them, the weights to start from or a fresh architecture")
     if config.model is not None:
-        return fresh_source(check_sizes(config.model, "model"))
+        return fresh_source(override(check_sizes(config.model, "model"), config.moe), config.router)
     assert config.init_from is not None
     if not Path(config.init_from).is_dir():
         raise UserError(
             f"init_from={config.init_from}: no such folder; give a Hugging Face folder, a checkpoint or a run "
             "directory (BTX_SEED sets the default; btx-nemo demo --until seed makes a small one)"
         )
-    return open_source(Path(config.init_from))
+    return open_source(Path(config.init_from), config.moe, config.router)
 
 
 def _check_stage(config: TrainConfig, source: ModelSource) -> None:
@@ -90,9 +91,12 @@ def _check_stage(config: TrainConfig, source: ModelSource) -> None:
     if config.stage == "mix" and moe is None:
         raise UserError(f"stage=mix trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix")
     if moe is not None:
-        check_router(moe.router, config.router.loss)
-        if not 1 <= moe.top_k <= moe.num_experts:
-            raise UserError(f"moe.top_k={moe.top_k}: must lie between 1 and the {moe.num_experts} experts")
+        router_class(moe.router).check_training(source.model, config.router)
+        if config.export and not is_mixtral(moe):
+            raise UserError(
+                f"export=true: Hugging Face's Mixtral cannot compute moe.router={moe.router} with {moe.options}; "
+                "give export=false"
+            )
 
 
 def _check_tokens(config: TrainConfig, source: ModelSource) -> None:

@@ -9,19 +9,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.platform import device
+from btx_nemo.routers.statistics import RoutingStatistics, Sums
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Shares of tokens per layer and expert, and the mean balance loss."""
+    """What the routers did, per layer, over all ranks; counted before any token is dropped."""
 
     load: list[list[float]]
     """[layer][expert]: share of all token-to-expert assignments; a layer sums to one."""
-    balance_loss: float | None
-    """Mean over layers and micro-batches, without its weight; None where none was computed."""
+    mean_gate: list[list[float]]
+    """[layer][expert]: gate averaged over all tokens, zero where not selected."""
+    entropy: list[float]
+    """[layer]: mean entropy (nats) of the softmax over all experts; ln N when undecided."""
+    coactivation: list[list[list[float]]]
+    """[layer][expert][expert]: share of the tokens that both experts get."""
+    dropped: list[float]
+    """[layer]: share of the assignments that found no place."""
+    logit_rms: list[float]
+    """[layer]: root mean square of the router logits."""
+    losses: dict[str, list[float]]
+    """Name -> [layer]: mean over micro-batches, without the weight; empty where none was computed."""
+
+    @property
+    def dead(self) -> list[tuple[int, int]]:
+        """(layer, expert) of experts that no token chose, layers from zero."""
+        return [(i, e) for i, row in enumerate(self.load) for e, share in enumerate(row) if share == 0 and sum(row)]
+
+    def record(self) -> dict[str, Any]:
+        """As metrics.jsonl has it."""
+        return {
+            "expert_load": self.load,
+            "routing": {
+                "mean_gate": self.mean_gate,
+                "entropy": self.entropy,
+                "coactivation": self.coactivation,
+                "dropped": self.dropped,
+                "logit_rms": self.logit_rms,
+                "dead": [list(pair) for pair in self.dead],
+            },
+            "router_losses": self.losses,
+        }
 
 
 def routers(gpt: Any) -> list[Any]:
@@ -40,11 +72,9 @@ def reset_routing(gpt: Any) -> None:
 @contextlib.contextmanager
 def separate_routing(gpt: Any) -> Iterator[None]:
     """Counts apart while entered, as validation does in the midst of training."""
-    from btx_nemo.routers.base import RoutingStatistics
-
     before = [(router, router.statistics) for router in routers(gpt)]
     for router, statistics in before:
-        router.statistics = RoutingStatistics(statistics.num_experts)
+        router.statistics = RoutingStatistics(statistics.num_experts, statistics.losses)
     yield
     for router, statistics in before:
         router.statistics = statistics
@@ -54,15 +84,29 @@ def collect_routing(gpt: Any, model: ModelConfig) -> Routing | None:
     """What all routers did since the last reset, the same on every rank; None for a dense model. Collective."""
     if model.moe is None:
         return None
-    tokens_LE = torch.zeros(model.num_layers, model.moe.num_experts, dtype=torch.float64)
-    losses = torch.zeros(2, dtype=torch.float64)
-    for router in routers(gpt):
-        tokens_E, loss_sum, loss_count = router.statistics.collect()
-        tokens_LE[router.layer_number - 1] += tokens_E
-        losses += torch.tensor([loss_sum, loss_count], dtype=torch.float64)
-    flat = torch.cat([tokens_LE.flatten(), losses]).to(device())
-    dist.all_reduce(flat)
-    flat = flat.cpu()
-    tokens_LE, losses = flat[:-2].view_as(tokens_LE), flat[-2:]
-    load_LE = tokens_LE / tokens_LE.sum(dim=1, keepdim=True).clamp(min=1)
-    return Routing(load=load_LE.tolist(), balance_loss=(losses[0] / losses[1]).item() if losses[1] else None)
+    here = routers(gpt)
+    names = here[0].statistics.losses  # every rank has a layer
+    width = Sums.zero(model.moe.num_experts, len(names)).flat().numel()
+    flat_LX = torch.zeros(model.num_layers, width, dtype=torch.float64)
+    for router in here:
+        flat_LX[router.layer_number - 1] = router.statistics.collect().flat()
+    flat_LX = flat_LX.to(device())
+    dist.all_reduce(flat_LX)
+    layers = [Sums.unflatten(row, model.moe.num_experts, len(names)) for row in flat_LX.cpu()]
+    return _routing(layers, names)
+
+
+def _routing(layers: list[Sums], names: tuple[str, ...]) -> Routing:
+    def per_token(value: Tensor, sums: Sums) -> Any:
+        return (value / sums.tokens.clamp(min=1)).tolist()
+
+    counted = bool(layers[0].micro_batches)
+    return Routing(
+        load=[(s.selected / s.selected.sum().clamp(min=1)).tolist() for s in layers],
+        mean_gate=[per_token(s.gates, s) for s in layers],
+        entropy=[per_token(s.entropy, s) for s in layers],
+        coactivation=[per_token(s.together, s) for s in layers],
+        dropped=[(s.dropped / s.selected.sum().clamp(min=1)).item() for s in layers],
+        logit_rms=[per_token(s.squares / s.selected.numel(), s) ** 0.5 for s in layers],
+        losses={n: [(s.losses[i] / s.micro_batches).item() for s in layers] for i, n in enumerate(names) if counted},
+    )

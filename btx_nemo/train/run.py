@@ -22,7 +22,7 @@ from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
 from btx_nemo.train.prepare import Prepared, prepare
-from btx_nemo.train.routing import collect_routing, reset_routing, separate_routing
+from btx_nemo.train.routing import Routing, collect_routing, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
 from btx_nemo.train.step import StepResult, mean_validation_loss, train_step
@@ -52,6 +52,7 @@ class _Run:
         self.model: ModelConfig = prepared.source.model
         self.out = prepared.out
         self._load_text = ""
+        self._dead: set[tuple[int, int]] = set()
         self.first = dist.get_rank() == 0
         self.dp = {"dp_rank": mpu.get_data_parallel_rank(), "dp_size": mpu.get_data_parallel_world_size()}
         self.batch = {"micro_batch_size": config.micro_batch_size}
@@ -121,7 +122,9 @@ class _Run:
         config = self.config
         reset_routing(self.trainee.gpt)
         while step < config.steps:
-            result = train_step(self.trainee, data, microbatches=self.microbatches, **self.sizes)
+            result = train_step(
+                self.trainee, data, microbatches=self.microbatches, step=step, seed=config.seed, **self.sizes
+            )
             step += 1
             self._check_finite(step, result)
             if step % config.log_every == 0 or step == config.steps:
@@ -159,10 +162,19 @@ class _Run:
             "tokens_per_second": round(self.bar.tokens_per_second(step), 1),
         }
         if routing is not None:
-            record |= {"balance_loss": routing.balance_loss, "expert_load": routing.load}
+            record |= routing.record()
             self._load_text = f"  load {load_bars(routing.load)}"
+            self._warn_of_dead(routing)
         if self.metrics:
             self.metrics.write(record)
+
+    def _warn_of_dead(self, routing: Routing) -> None:
+        """Names each expert that no token chose since the last line, once as long as it stays so."""
+        names = self.model.moe.experts if self.model.moe else []
+        for layer, expert in sorted(set(routing.dead) - self._dead):
+            name = f" ({names[expert]})" if names else ""
+            self.bar.say(f"warning: layer {layer}: expert {expert}{name} got no token since the last log line")
+        self._dead = set(routing.dead)
 
     def _validate(self, step: int) -> None:
         config = self.config

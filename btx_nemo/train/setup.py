@@ -21,7 +21,9 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         finalize_model_grads,
     )
 
-    gpt: Any = build_model(source.model, config.layout, precision=config.precision, router=config.router)
+    gpt: Any = build_model(
+        source.model, config.layout, precision=config.precision, router=config.router, recompute=config.recompute
+    )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
     if config.freeze:
         freeze(gpt, config.freeze)

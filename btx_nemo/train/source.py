@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from btx_nemo.config.schema import MoEOverride, RouterConfig
+from btx_nemo.errors import UserError
 from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Full, Normal, Take
+from btx_nemo.routers import router_class
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class ModelSource:
     """Folder with tokenizer files, where the source has them."""
 
 
-def fresh_source(model: ModelConfig) -> ModelSource:
+def fresh_source(model: ModelConfig, router: RouterConfig | None = None) -> ModelSource:
     """A new model: N(0, init_std^2), divided by sqrt(2 L) where a layer writes to the residual stream, norms at one.
 
     The weights depend on the seed and each tensor's name alone, so that every layout starts from the same model.
@@ -39,21 +43,56 @@ def fresh_source(model: ModelConfig) -> ModelSource:
             return Normal(model.init_std / math.sqrt(2 * model.num_layers))
         return Normal(model.init_std)
 
-    return ModelSource(model=model, expressions={key: weights(key) for key in to_megatron(model)})
+    source = ModelSource(model=model, expressions={key: weights(key) for key in to_megatron(model)})
+    return _with_router(source, router or RouterConfig(), stored=frozenset())
 
 
-def open_source(folder: Path) -> ModelSource:
+def open_source(folder: Path, moe: MoEOverride | None = None, router: RouterConfig | None = None) -> ModelSource:
     """A Hugging Face folder, a checkpoint of ours, or a run directory (its latest checkpoint). Reads no tensor.
 
-    Raises UserError when `folder` is none of these, or is damaged.
+    `moe` changes a mixture's routing rule; what its router needs and the source lacks starts fresh, as `router` says.
+    Raises UserError when `folder` is none of these, or is damaged, or the rule cannot route in this model.
     """
     source = families_source.open_source(folder)
     families_source.check_tied(source)
     keys = to_megatron(source.config)
     expressions = keys if source.kind == "hf" else {key: Take(source.name, key) for key in keys}
-    return ModelSource(
-        model=source.config,
+    result = ModelSource(
+        model=override(source.config, moe or MoEOverride()),
         expressions=expressions,
         readers={source.name: source.reader},
         tokenizer=source.tokenizer,
     )
+    stored = frozenset(source.reader.layout()) if source.kind == "megatron" else frozenset(expressions)
+    return _with_router(result, router or RouterConfig(), stored=stored, reader=source.name)
+
+
+def override(model: ModelConfig, moe: MoEOverride) -> ModelConfig:
+    """The model with another routing rule. Raises UserError for a dense one."""
+    given = {f.name: getattr(moe, f.name) for f in dataclasses.fields(moe) if getattr(moe, f.name) is not None}
+    if not given:
+        return model
+    if model.moe is None:
+        raise UserError(f"moe.{next(iter(given))}: the model is dense and has no router")
+    if given.get("router", model.moe.router) != model.moe.router:
+        given.setdefault("options", {})  # another rule has other settings
+    changed = dataclasses.replace(model.moe, **given)
+    only = router_class(changed.router).only_top_k
+    if "top_k" not in given and only is not None:
+        changed = dataclasses.replace(changed, top_k=only)
+    return dataclasses.replace(model, moe=changed)
+
+
+def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset[str], reader: str = "") -> ModelSource:
+    """The source with what the model's router needs: from `stored` where it is there with the right shape, else fresh."""
+    if source.model.moe is None:
+        return source
+    kind = router_class(source.model.moe.router)
+    kind.check(source.model)
+    expressions = {key: expr for key, expr in source.expressions.items() if ".mlp.router." not in key}
+    for layer in range(source.model.num_layers):
+        for name, (_, fresh) in kind.tensors(source.model, router).items():
+            key = f"decoder.layers.{layer}.mlp.{name}"
+            kept = key in stored and not (router.reset and name.startswith("router."))
+            expressions[key] = source.expressions.get(key, Take(reader, key)) if kept else fresh
+    return dataclasses.replace(source, expressions=expressions)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from btx_nemo.megatron.platform import device
+from btx_nemo.train.routing import routers
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,26 @@ class Trainee:
     scheduler: Any
 
 
+@dataclass
+class _ForwardStep:
+    """Megatron's forward_step_func. Each micro-batch has its own seed, the same at every layout."""
+
+    seed: int
+    first: int
+    """Number of the global batch's first micro-batch since the beginning of the run."""
+    done: int = 0
+    """Micro-batches that this rank has seen of the global batch."""
+
+    def __call__(self, batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+        from megatron.core import parallel_state as mpu
+
+        number = self.first + self.done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
+        self.done += 1
+        # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
+        torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
+        return _forward_step(batches, model)
+
+
 def _forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
     batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
     losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -60,12 +81,22 @@ def _forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Ten
 
 
 def _run_schedule(
-    model: Any, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int, **kw: Any
+    model: Any,
+    batches: Iterator,
+    *,
+    microbatches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    seed: int,
+    step: int,
+    **kw: Any,
 ):
+    from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    first = step * microbatches * mpu.get_data_parallel_world_size()
     return get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=_ForwardStep(seed, first),
         data_iterator=batches,
         model=[model],
         num_microbatches=microbatches,
@@ -86,9 +117,21 @@ def _mean_loss(outputs: list[dict[str, Tensor]]) -> float:
 
 
 def train_step(
-    trainee: Trainee, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int
+    trainee: Trainee,
+    batches: Iterator,
+    *,
+    microbatches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    step: int = 0,
+    seed: int = 0,
 ) -> StepResult:
-    """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate."""
+    """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate.
+
+    `step` counts the steps taken before; with `seed` it fixes whatever noise a router draws.
+    """
+    for router in routers(trainee.gpt):
+        router.begin_step(step)
     trainee.wrapped.train()
     trainee.wrapped.zero_grad_buffer()
     trainee.optimizer.zero_grad()
@@ -98,11 +141,15 @@ def train_step(
         microbatches=microbatches,
         micro_batch_size=micro_batch_size,
         seq_length=seq_length,
+        seed=seed,
+        step=step,
         forward_only=False,
     )
     ok, grad_norm, _ = trainee.optimizer.step()
     if ok:
         trainee.scheduler.step(increment=1)
+        for router in routers(trainee.gpt):
+            router.after_step()
     return StepResult(loss=_mean_loss(outputs), grad_norm=float(grad_norm or 0.0), ok=bool(ok))
 
 
@@ -118,6 +165,8 @@ def mean_validation_loss(
             microbatches=microbatches,
             micro_batch_size=micro_batch_size,
             seq_length=seq_length,
+            seed=0,
+            step=0,
             forward_only=True,
         )
     return _mean_loss(outputs)

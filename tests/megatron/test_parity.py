@@ -79,7 +79,7 @@ def test_steps_agree_across_layouts(ranks: RankPool, mixtral: Path, layout: dict
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
             # Its value is a mean over micro-batches; data parallelism only regroups them.
-            assert ours["balance_loss"] == pytest.approx(theirs["balance_loss"], rel=1e-4)
+            assert ours["losses"]["btx"] == pytest.approx(theirs["losses"]["btx"], rel=1e-4)
         torch.testing.assert_close(
             torch.tensor(spread["history"][0]["load"]), torch.tensor(alone["history"][0]["load"]), atol=1e-6, rtol=0
         )
@@ -93,7 +93,7 @@ def test_loss_and_gradient_norm_equal_transformers(ranks: RankPool, tmp_path: Pa
     folder = (make_llama if kind == "dense" else make_mixtral)(tmp_path / "hf", seed=2)
     batch = jobs.random_batch(256, total=4, length=32)
     (ours,) = ranks.run(
-        jobs.one_step, str(folder), {}, batch, {"steps": 1, "router": {"loss": "none"}, "micro_batch_size": 2}, ranks=1
+        jobs.one_step, str(folder), {}, batch, {"steps": 1, "router": {"losses": {}}, "micro_batch_size": 2}, ranks=1
     )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     logits = model(batch["tokens"]).logits
@@ -110,10 +110,10 @@ def test_balance_loss_moves_the_gradient_as_the_formula_says(ranks: RankPool, mi
     from transformers import AutoModelForCausalLM
 
     from btx_nemo.routers.functional import top_k_gates
-    from btx_nemo.routers.losses import btx_load_balance
+    from btx_nemo.routers.losses import Decision, btx
 
     batch, alpha = jobs.random_batch(256, total=2, length=32), 5.0
-    options = {"steps": 1, "router": {"aux_loss_coeff": alpha}, "micro_batch_size": 2}
+    options = {"steps": 1, "router": {"losses": {"btx": alpha}}, "micro_batch_size": 2}
     (ours,) = ranks.run(jobs.one_step, str(mixtral), {}, batch, options, ranks=1)
     model = AutoModelForCausalLM.from_pretrained(mixtral, dtype=torch.float32, attn_implementation="eager")
     routed: list[torch.Tensor] = []
@@ -121,9 +121,9 @@ def test_balance_loss_moves_the_gradient_as_the_formula_says(ranks: RankPool, mi
         moe = getattr(layer, "mlp", None) or layer.block_sparse_moe
         moe.gate.register_forward_pre_hook(lambda module, args: routed.append(args[0].flatten(0, -2) @ module.weight.T))
     logits = model(batch["tokens"]).logits
-    balance = torch.stack([btx_load_balance(top_k_gates(z, 2)[0], z) for z in routed])
+    balance = torch.stack([btx(Decision(z, *top_k_gates(z, 2), top_k=2)) for z in routed])
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     (loss + alpha * balance.sum()).backward()
     norm = torch.stack([p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
-    assert ours["history"][0]["balance_loss"] == pytest.approx(balance.mean().item(), rel=1e-5)
+    assert ours["history"][0]["losses"]["btx"] == pytest.approx(balance.tolist(), rel=1e-5)
     assert ours["history"][0]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)

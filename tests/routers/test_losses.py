@@ -6,14 +6,14 @@ import torch
 from btx_testing.vectors import golden
 
 from btx_nemo.routers.functional import top_k_gates
-from btx_nemo.routers.losses import btx_load_balance
+from btx_nemo.routers.losses import Decision, btx
 
 
 def _loss_and_grad(detach_u: bool) -> tuple[torch.Tensor, torch.Tensor, dict]:
     case = golden("btx.lb_loss")
     logits = torch.tensor(case["inputs"]["logits"], dtype=torch.float64, requires_grad=True)
-    gates, _ = top_k_gates(logits, case["inputs"]["k"])
-    loss = case["inputs"]["alpha"] * btx_load_balance(gates, logits, detach_u=detach_u)
+    k = case["inputs"]["k"]
+    loss = case["inputs"]["alpha"] * btx(Decision(logits, *top_k_gates(logits, k), top_k=k), detach_u=detach_u)
     loss.backward()
     assert logits.grad is not None
     return loss, logits.grad, case["expected"]
@@ -34,4 +34,4 @@ def test_golden_gradient_with_u_detached() -> None:
 def test_uniform_routing_costs_one() -> None:
     logits = torch.zeros(12, 6, dtype=torch.float64)
     gates = torch.full_like(logits, 1 / 6)
-    assert abs(btx_load_balance(gates, logits).item() - 1) < 1e-12
+    assert abs(btx(Decision(logits, gates, gates > 0, top_k=6)).item() - 1) < 1e-12

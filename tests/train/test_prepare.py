@@ -43,7 +43,7 @@ CASES = [
     ("tiny_expert", ["optim.clip_grad=-1"], "optim.clip_grad=-1.0: must be a number that is not negative"),
     ("tiny_expert", ["optim.decay=step"], "optim.decay=step: unknown; known: cosine, linear, constant"),
     ("tiny_expert", ["optim.warmup_steps=12"], "optim.warmup_steps=12 must be below steps=12"),
-    ("tiny_mix", ["router.aux_loss_coeff=-1"], "router.aux_loss_coeff=-1.0: must not be negative"),
+    ("tiny_mix", ["router.losses.btx=-1"], "router.losses.btx=-1.0: must not be negative"),
     # model
     ("tiny_expert", ["init_from=nowhere"], "init_from=nowhere: no such folder"),
     ("tiny_expert", ["init_from={tmp}/empty"], "{tmp}/empty"),
@@ -59,7 +59,7 @@ CASES = [
     ("tiny_mix", ["init_from=null", FRESH % f"vocab_size:288,{MOE % (5, 'top_k')}"], "top_k=5 must be from 1 to the 4"),
     ("tiny_mix", ["init_from=null", FRESH % f"vocab_size:288,{MOE % (0, 'top_k')}"], "top_k=0 must be from 1 to the 4"),
     ("tiny_mix", ["init_from=null", FRESH % f"vocab_size:288,{MOE % (2, 'best')}"], "moe.router=best: no such router"),
-    ("tiny_mix", ["router.loss=magic"], "router.loss=magic: no such balance loss; known: btx"),
+    ("tiny_mix", ["router.losses.magic=1"], "router.losses.magic: no such loss; known: btx"),
     ("tiny_mix", ["init_from={tmp}/greedy"], "{tmp}/greedy"),
     ("tiny_expert", ["init_from={tmp}/cut"], "{tmp}/cut/model.safetensors"),
     # layout

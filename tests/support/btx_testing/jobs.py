@@ -58,7 +58,7 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
                 {
                     "loss": result.loss,
                     "grad_norm": result.grad_norm,
-                    "balance_loss": routing.balance_loss if routing else None,
+                    "losses": routing.losses if routing else None,
                     "load": routing.load if routing else None,
                 }
             )
@@ -71,6 +71,7 @@ class _Config:
     def __init__(self, layout: LayoutConfig, router: RouterConfig, precision: str):
         self.layout, self.router, self.precision = layout, router, precision
         self.freeze: list[str] = []
+        self.recompute = "none"
         self.seed, self.steps = 1, 100
         self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0)
 

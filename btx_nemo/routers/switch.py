@@ -1,0 +1,60 @@
+"""`switch`: the Switch Transformer's top-1 with a capacity (Fedus et al. 2021; Branch-Train-MiX section 4.3.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from btx_nemo.errors import UserError
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.routers.base import BaseRouter, moe_of
+from btx_nemo.routers.functional import capacity_of, top_k_gates, within_capacity
+
+
+class SwitchRouter(BaseRouter):
+    """Sends each token to its largest logit, weighted by its share of the full softmax.
+
+    An expert takes ceil(T / N * capacity_factor) tokens of a micro-batch, in order of position; for the rest the
+    layer adds nothing. Losses count the choice before that.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """How full an expert may be."""
+
+        capacity_factor: float = 1.5
+        """Tokens per expert over the fair share; 0 for no limit."""
+
+    only_top_k = 1
+    variable_selection = True
+
+    @classmethod
+    def check(cls, model: ModelConfig) -> None:
+        """See the base."""
+        super().check(model)
+        factor = cls.options_of(moe_of(model)).capacity_factor
+        if not 0 <= factor < math.inf:
+            raise UserError(f"moe.options.capacity_factor={factor}: must not be negative (0: no limit)")
+
+    def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """See `functional.top_k_gates`."""
+        return top_k_gates(logits_TE, 1, softmax_before=True, renormalise=False)
+
+    def keep(self, selected_TE: Tensor) -> Tensor:
+        """Drops what is over an expert's capacity, in order of position over all ranks that share the micro-batch."""
+        if not self.settings.capacity_factor:
+            return selected_TE
+        group = self.tp_cp_group
+        capacity = capacity_of(selected_TE.shape[0] * group.size(), self.moe.num_experts, self.settings.capacity_factor)
+        if group.size() == 1:
+            return within_capacity(selected_TE, capacity)
+        counts_E = selected_TE.sum(dim=0)
+        counts = [torch.empty_like(counts_E) for _ in range(group.size())]
+        dist.all_gather(counts, counts_E, group=group)
+        # Sequence parallelism gives the ranks successive parts of the sequence.
+        earlier_E = torch.stack([torch.zeros_like(counts_E), *counts[: group.rank()]]).sum(dim=0)
+        return within_capacity(selected_TE, capacity, earlier_E)

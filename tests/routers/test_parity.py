@@ -1,0 +1,90 @@
+"""Every router at every layout: loss, each parameter's gradient and the statistics are those of one rank."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from btx_testing import router_jobs
+from btx_testing.jobs import random_batch
+from btx_testing.models import make_mixtral
+from btx_testing.pool import RankPool
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "top_k": {"moe": {"router": "top_k"}},
+    "top_k-before": {"moe": {"options": {"softmax": "before", "renormalise": False}, "top_k": 1}},
+    "switch": {"moe": {"router": "switch", "options": {"capacity_factor": 1.0}}},
+    "soft": {"moe": {"router": "soft"}},
+    "divmoe": {"moe": {"router": "divmoe", "options": {"groups": 2}}},
+    "flexolmo": {"moe": {"router": "flexolmo", "options": {"bias": True}}},
+}
+LOSSES = {"btx": 0.5, "switch": 0.5, "hf": 0.1, "switch_seq": 0.3, "importance": 0.2, "z": 0.1}
+LAYOUTS = [
+    pytest.param({"tp": 2, "pp": 1, "ep": 2}, 2, id="tp2-ep2"),
+    pytest.param({"tp": 1, "pp": 2, "ep": 2}, 4, id="pp2-ep2-dp2"),
+    pytest.param({"tp": 1, "pp": 1, "ep": 2}, 2, id="ep2-dp2"),
+]
+BATCH = random_batch(256, total=4, length=32)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_mixtral(tmp_path_factory.mktemp("mixtral") / "hf", seed=1, num_hidden_layers=2)
+
+
+def options(name: str, **more: Any) -> dict[str, Any]:
+    losses = LOSSES | ({"load": 0.2} if name == "noisy_top_k" else {})
+    return {**ROUTERS[name], "router": {"losses": losses}, **more}
+
+
+def close(ours: Any, theirs: Any, rel: float = 1e-4, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rel, atol=atol)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_step_is_the_same_at_every_layout(ranks: RankPool, mixtral: Path, name: str) -> None:
+    for rows in (2, 1):  # two or four micro-batches
+        settings = options(name, micro_batch_size=rows, steps=2)
+        (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, settings, ranks=1)
+        expected = router_jobs.whole([alone])
+        assert all(torch.isfinite(value).all() for value in expected.values())
+        for parameter in LAYOUTS if rows == 1 else LAYOUTS[:1]:
+            layout, count = parameter.values  # type: ignore[misc]
+            results = ranks.run(router_jobs.steps, str(mixtral), layout, BATCH, settings, ranks=count)
+            agree(results, alone, expected)
+
+
+def agree(results: list[dict], alone: dict, expected: dict[str, torch.Tensor]) -> None:
+    for result in results:
+        close(result["losses"], alone["losses"])
+        close(result["norms"], alone["norms"])
+        assert result["routing"].keys() == alone["routing"].keys()
+        for key, value in alone["routing"].items():
+            if key == "losses":
+                assert result["routing"]["losses"].keys() == value.keys()
+                for name in value:
+                    close(result["routing"]["losses"][name], value[name])
+            else:
+                close(result["routing"][key], value)
+    found = router_jobs.whole(results)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        scale = value.abs().max().item()
+        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_recomputation_routes_the_same_again(ranks: RankPool, mixtral: Path, name: str) -> None:
+    (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, options(name), ranks=1)
+    (again,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, options(name, recompute="full"), ranks=1)
+    agree([again], alone, router_jobs.whole([alone]))
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_router_stays_fp32_in_a_bf16_model(ranks: RankPool, mixtral: Path, name: str) -> None:
+    (result,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, options(name, precision="bf16"), ranks=1)
+    assert result["dtypes"] and set(result["dtypes"].values()) == {"torch.float32"}
+    assert all(math.isfinite(loss) for loss in result["losses"])
