@@ -67,6 +67,18 @@ def mark_experts(gpt: Any) -> None:
                 parameter.allreduce = False
 
 
+def mend_mixed_dtypes(optimizer: Any) -> None:
+    """Corrects where Megatron's distributed optimizer looks for a parameter's state when a group has two dtypes.
+
+    It puts a group's fp32 parameters (our routers) before the main copies of the others, but remembers the order in
+    which they lie in the buffers; a checkpoint would then get one parameter's moments under another's name.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for index, fp32 in enumerate(getattr(part, "model_fp32_groups", [])):
+            for order, parameter in enumerate([*fp32, *part.model_float16_groups[index]]):
+                part.model_param_group_index_map[parameter] = (index, order)
+
+
 @contextlib.contextmanager
 def writer_without_manager() -> Iterator[None]:
     """While entered, Megatron's checkpoint writer collects its results in this process.

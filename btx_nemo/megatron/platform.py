@@ -91,7 +91,15 @@ def _megatron_stubs() -> list[tuple[Any, str, Any]]:
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
 
+    recompute = random.CheckpointFunction.backward
+
+    def recompute_redirected(*args: Any) -> Any:
+        # torch.autograd.backward goes through the redirection as one call, within which it is off.
+        with _CudaToCpu():
+            return recompute(*args)
+
     return [
+        (random.CheckpointFunction, "backward", staticmethod(recompute_redirected)),
         (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
         # 0.16 uses this name without defining it where Transformer Engine is absent.

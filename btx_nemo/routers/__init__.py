@@ -52,8 +52,11 @@ def router_class(name: str) -> Any:
     if name not in _known():
         raise UserError(f"moe.router={name}: no such router; known: {', '.join(router_names())}")
     module, _, attribute = _known()[name].partition(":")
+    from btx_nemo.megatron.platform import cpu_platform
+
     try:
-        return getattr(importlib.import_module(module), attribute)
+        with cpu_platform():  # a router's module imports Megatron
+            return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"moe.router={name}: {_known()[name]} cannot be imported: {error}") from error
 

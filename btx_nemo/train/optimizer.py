@@ -6,6 +6,7 @@ from typing import Any
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
+from btx_nemo.megatron.compat import mend_mixed_dtypes
 from btx_nemo.megatron.model import DTYPES
 
 DECAYS = ("cosine", "linear", "constant")
@@ -50,6 +51,7 @@ def build_optimizer(config: TrainConfig, wrapped: Any) -> tuple[Any, Any]:
         ),
         [wrapped],
     )
+    mend_mixed_dtypes(optimizer)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
