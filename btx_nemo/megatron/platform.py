@@ -15,6 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _MISSING = object()
+_cuda_generator = torch.Generator()
+"""Holds the state of the GPU's generator, which Megatron swaps in tensor-parallel regions: never the CPU's own, from
+which the routers derive their seeds. Nothing that we build draws from it (there is no dropout)."""
 
 
 def device() -> torch.device:
@@ -77,9 +80,9 @@ def _torch_stubs() -> list[tuple[Any, str, Any]]:
         (cuda, "default_stream", lambda *_, **__: _Inert()),
         (cuda, "stream", lambda *_, **__: contextlib.nullcontext()),
         (cuda, "synchronize", lambda *_, **__: None),
-        (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
-        (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-        (cuda, "manual_seed", torch.manual_seed),
+        (cuda, "get_rng_state", lambda *_, **__: _cuda_generator.get_state()),
+        (cuda, "set_rng_state", lambda state, *_, **__: _cuda_generator.set_state(state)),
+        (cuda, "manual_seed", _cuda_generator.manual_seed),
     ]
 
 
@@ -100,8 +103,8 @@ def _megatron_stubs() -> list[tuple[Any, str, Any]]:
 
     return [
         (random.CheckpointFunction, "backward", staticmethod(recompute_redirected)),
-        (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-        (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (random, "_get_cuda_rng_state", lambda *_, **__: _cuda_generator.get_state()),
+        (random, "_set_cuda_rng_state", lambda state, *_, **__: _cuda_generator.set_state(state)),
         # 0.16 uses this name without defining it where Transformer Engine is absent.
         (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
         # The original copies through pinned memory and waits on a stream.

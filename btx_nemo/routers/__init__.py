@@ -20,8 +20,12 @@ _ROUTERS: dict[str, str] = {
     "top_k": "btx_nemo.routers.top_k:TopKRouter",
     "switch": "btx_nemo.routers.switch:SwitchRouter",
     "soft": "btx_nemo.routers.soft:SoftRouter",
+    "sample_top1": "btx_nemo.routers.sample_top1:SampleTop1Router",
+    "noisy_top_k": "btx_nemo.routers.noisy_top_k:NoisyTopKRouter",
     "divmoe": "btx_nemo.routers.divmoe:DivMoERouter",
     "flexolmo": "btx_nemo.routers.flexolmo:FlexOlmoRouter",
+    "nexus": "btx_nemo.routers.nexus:NexusRouter",
+    "expert_choice": "btx_nemo.routers.expert_choice:ExpertChoiceRouter",
 }
 
 

@@ -22,12 +22,13 @@ from btx_nemo.config.build import build
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Normal
 from btx_nemo.routers.losses import LOSSES, Decision
 from btx_nemo.routers.statistics import RoutingStatistics
 
-Fresh = Mapping[str, tuple[tuple[int, ...], Expr]]
-"""Key within the layer's `mlp` -> (shape, value when fresh)."""
+Fresh = Mapping[str, tuple[tuple[int, ...], Expr | None]]
+"""Key within the layer's `mlp` -> (shape, value when fresh; None where it has to be given)."""
 
 _FOREIGN = {
     "calculate_per_token_loss": False,
@@ -69,6 +70,7 @@ class BaseRouter(Router):
         assert model.moe is not None
         self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
         self.weight.data = self.weight.data.float()
+        self._tokens_of_rank = self.sequences = 0
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
         self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
         self.begin_step(0)
@@ -119,9 +121,14 @@ class BaseRouter(Router):
 
     @classmethod
     def tensors(cls, model: ModelConfig, router: RouterConfig) -> Fresh:
-        """What a checkpoint holds for one layer's routing: parameters and buffers. All fp32, none split over ranks."""
+        """What a checkpoint holds for one layer's routing: parameters and buffers, beside the experts' own."""
         shape = (moe_of(model).num_experts, model.hidden_size)
         return {"router.weight": (shape, fresh_weight(model, router))}
+
+    @classmethod
+    def readers(cls, model: ModelConfig) -> dict[str, TensorReader]:
+        """Sources by the names that fresh values in `tensors` take from."""
+        return {}
 
     @classmethod
     def megatron_settings(cls, model: ModelConfig) -> dict[str, Any]:
@@ -219,6 +226,15 @@ class BaseRouter(Router):
             values_TX = values_TX * valid_T[:, None]
             count = reduce_from_tensor_model_parallel_region(valid_T.sum(), group=group).clamp(min=1)
         return reduce_from_tensor_model_parallel_region(values_TX.sum(dim=0), group=group) / count
+
+    def gather_tokens(self, values_TX: Tensor) -> tuple[Tensor, slice]:
+        """A constant [T, X] of all ranks that share the micro-batch, by position, and where this rank's tokens lie."""
+        group, size = self.tp_cp_group, values_TX.shape[0]
+        if group.size() == 1:
+            return values_TX, slice(None)
+        parts = [torch.empty_like(values_TX) for _ in range(group.size())]
+        torch.distributed.all_gather(parts, values_TX.contiguous(), group=group)
+        return torch.cat(parts), slice(group.rank() * size, (group.rank() + 1) * size)
 
     # Noise that is the same at every layout, and the same again when activations are recomputed.
 

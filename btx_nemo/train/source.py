@@ -14,7 +14,8 @@ from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
-from btx_nemo.plan.expr import Expr, Full, Normal, Take
+from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, infer
+from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.routers import router_class
 
 
@@ -90,9 +91,34 @@ def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset
     kind = router_class(source.model.moe.router)
     kind.check(source.model)
     expressions = {key: expr for key, expr in source.expressions.items() if ".mlp.router." not in key}
+    given = False
     for layer in range(source.model.num_layers):
-        for name, (_, fresh) in kind.tensors(source.model, router).items():
+        for name, (shape, fresh) in kind.tensors(source.model, router).items():
             key = f"decoder.layers.{layer}.mlp.{name}"
-            kept = key in stored and not (router.reset and name.startswith("router."))
-            expressions[key] = source.expressions.get(key, Take(reader, key)) if kept else fresh
-    return dataclasses.replace(source, expressions=expressions)
+            reset = router.reset and name.startswith("router.") and isinstance(fresh, FRESH)
+            if key in stored and not reset:
+                expressions[key] = source.expressions.get(key, Take(reader, key))
+            elif fresh is None:
+                raise UserError(f"moe.router={source.model.moe.router}: no {name} in the source; {_remedy(name)}")
+            else:
+                expressions[key] = fresh
+                given = given or not isinstance(fresh, FRESH)
+    readers = {**source.readers, **(kind.readers(source.model) if given else {})}
+    result = dataclasses.replace(source, expressions=expressions, readers=readers)
+    _check_shapes(result, kind.tensors(source.model, router))
+    return result
+
+
+def _remedy(name: str) -> str:
+    return f"give the folder that holds it, moe.options.{name.removeprefix('router.domain_')}=DIR"
+
+
+def _check_shapes(source: ModelSource, tensors: Mapping[str, tuple[tuple[int, ...], Expr | None]]) -> None:
+    layouts = {name: reader.layout() for name, reader in source.readers.items()}
+    for key, expression in source.expressions.items():
+        wanted = tensors.get(key.partition(".mlp.")[2])
+        if wanted is None:
+            continue
+        found = infer(expression, layouts, TensorInfo(wanted[0], "float32")).shape
+        if tuple(found) != wanted[0]:
+            raise UserError(f"{key}: the source has {list(found)}, the router needs {list(wanted[0])}; see moe.options")

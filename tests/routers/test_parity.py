@@ -12,12 +12,17 @@ from btx_testing import router_jobs
 from btx_testing.jobs import random_batch
 from btx_testing.models import make_mixtral
 from btx_testing.pool import RankPool
+from safetensors.torch import save_file
 
 ROUTERS: dict[str, dict[str, Any]] = {
     "top_k": {"moe": {"router": "top_k"}},
     "top_k-before": {"moe": {"options": {"softmax": "before", "renormalise": False}, "top_k": 1}},
     "switch": {"moe": {"router": "switch", "options": {"capacity_factor": 1.0}}},
     "soft": {"moe": {"router": "soft"}},
+    "sample_top1": {"moe": {"router": "sample_top1"}, "first": 3000},
+    "noisy_top_k": {"moe": {"router": "noisy_top_k"}},
+    "nexus": {"moe": {"router": "nexus", "options": {"embedding_size": 12, "embeddings": "?"}}},
+    "expert_choice": {"moe": {"router": "expert_choice", "options": {"allow_non_causal": True}}},
     "divmoe": {"moe": {"router": "divmoe", "options": {"groups": 2}}},
     "flexolmo": {"moe": {"router": "flexolmo", "options": {"bias": True}}},
 }
@@ -32,12 +37,18 @@ BATCH = random_batch(256, total=4, length=32)
 
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_mixtral(tmp_path_factory.mktemp("mixtral") / "hf", seed=1, num_hidden_layers=2)
+    folder = make_mixtral(tmp_path_factory.mktemp("mixtral") / "hf", seed=1, num_hidden_layers=2)
+    (folder / "domains").mkdir()
+    embeddings = torch.randn(4, 12, generator=torch.Generator().manual_seed(4))
+    save_file({"domain_embeddings": embeddings}, folder / "domains" / "model.safetensors")
+    ROUTERS["nexus"]["moe"]["options"]["embeddings"] = str(folder / "domains")
+    return folder
 
 
 def options(name: str, **more: Any) -> dict[str, Any]:
     losses = LOSSES | ({"load": 0.2} if name == "noisy_top_k" else {})
-    return {**ROUTERS[name], "router": {"losses": losses}, **more}
+    losses = {"z": 0.1} if name == "expert_choice" else losses
+    return {**ROUTERS[name], "router": {"losses": losses, "input_jitter": 0.1}, **more}
 
 
 def close(ours: Any, theirs: Any, rel: float = 1e-4, atol: float = 1e-6) -> None:
