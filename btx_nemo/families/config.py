@@ -49,7 +49,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     rope_scaling: dict[str, Any] | None = None
-    """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None for plain RoPE."""
+    """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None for none."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     init_std: float = 0.02

@@ -32,7 +32,7 @@ def sharded_tensors(gpt: Any) -> Iterator[Any]:
 
 @torch.no_grad()
 def load_weights(gpt: Any, expressions: Mapping[str, Expr], readers: Mapping[str, TensorReader], *, seed: int) -> None:
-    """Fills every parameter and saved buffer of this rank's model from `expressions` (canonical Megatron key -> global tensor).
+    """Fills this rank's parameters and saved buffers from `expressions` (canonical Megatron key -> global tensor).
 
     Raises RuntimeError when a parameter has no expression, the wrong shape, or is not reached: nothing stays undefined.
     """

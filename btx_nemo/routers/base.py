@@ -134,7 +134,7 @@ class BaseRouter(Router):
     def megatron_settings(cls, model: ModelConfig) -> dict[str, Any]:
         """Keywords for Megatron's TransformerConfig."""
         top_k = cls.experts_per_token(moe_of(model))
-        settings = {"moe_router_topk": top_k, "moe_router_pre_softmax": top_k == 1}
+        settings: dict[str, Any] = {"moe_router_topk": top_k, "moe_router_pre_softmax": top_k == 1}
         if cls.variable_selection:
             # Any number makes Megatron's dispatcher count the tokens; what is dropped, the router itself decides.
             settings["moe_expert_capacity_factor"] = 1.0

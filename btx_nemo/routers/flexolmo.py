@@ -11,7 +11,7 @@ from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.expr import Full
 from btx_nemo.routers.base import BaseRouter, Fresh, moe_of
-from btx_nemo.routers.functional import top_k_gates
+from btx_nemo.routers.functional import top_k_gates, with_penalty
 
 
 class FlexOlmoRouter(BaseRouter):
@@ -43,7 +43,7 @@ class FlexOlmoRouter(BaseRouter):
         logits_TE = super().logits(hidden_TH)
         if self.penalty is None:
             return logits_TE
-        return logits_TE + torch.nn.functional.pad(self.penalty.clamp(max=0), (1, 0))
+        return with_penalty(logits_TE, self.penalty)
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.top_k_gates`."""

@@ -78,8 +78,8 @@ def noisy_logits(clean_TE: Tensor, noise_logits_TE: Tensor, epsilon_TE: Tensor) 
 def grouped_top_k_gates(logits_TE: Tensor, groups: int, k: int) -> tuple[Tensor, Tensor]:
     """DivMoE's Algorithm 1: the best expert of each domain group, the k best groups, softmax over these k.
 
-    Experts lie group by group (expert i * M + j is slice j of domain i), so at most one of a group is selected. Megatron's
-    group-limited routing is another rule: it takes several experts of a group.
+    Experts lie group by group (expert i * M + j is slice j of domain i), so at most one of a group is selected.
+    Megatron's group-limited routing is another rule: it takes several experts of a group.
     """
     tokens, experts = logits_TE.shape
     logits_TGM = logits_TE.view(tokens, groups, experts // groups)
@@ -93,6 +93,16 @@ def project_domains(domain_ND: Tensor, w1_2HD: Tensor, w2_HH: Tensor) -> Tensor:
     """Nexus, section 3.1: expert embeddings P_r(d) = W_2 SwiGLU(W_1 d), silu on the first half; [N, H]."""
     first_NH, second_NH = (domain_ND @ w1_2HD.T).chunk(2, dim=-1)
     return (silu(first_NH) * second_NH) @ w2_HH.T
+
+
+def pad_rows(domain_ND: Tensor, multiple: int = 16) -> Tensor:
+    """Zero rows up to a multiple: a matrix product then rounds alike before and after an expert is added."""
+    return torch.nn.functional.pad(domain_ND, (0, 0, 0, -domain_ND.shape[0] % multiple))
+
+
+def with_penalty(logits_TE: Tensor, bias_X: Tensor) -> Tensor:
+    """FlexOlmo, section 3.2: min(b_i, 0) on the logits of experts 1, 2, ...; expert 0, the public one, has none."""
+    return logits_TE + torch.nn.functional.pad(bias_X.clamp(max=0), (1, 0))
 
 
 def expert_choice_gates(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Full, Normal, Take
 from btx_nemo.routers.base import BaseRouter, Fresh, moe_of
-from btx_nemo.routers.functional import project_domains, top_k_gates
+from btx_nemo.routers.functional import pad_rows, project_domains, top_k_gates
 
 EMBEDDINGS = "moe.options.embeddings"
 
@@ -83,11 +83,12 @@ class NexusRouter(BaseRouter):
         return {**super().megatron_settings(model), **shared}
 
     def expert_embeddings(self) -> Tensor:
-        """e [N, H]; computed once per evaluation and each time in training."""
-        if torch.is_grad_enabled() or self.training:
-            return project_domains(self.domain_embeddings, self.w1, self.w2)
-        if self._cache is None:
-            self._cache = project_domains(self.domain_embeddings, self.w1, self.w2)
+        """e, padded to [16, H] or more; computed once per evaluation and each time in training."""
+        if self.training or torch.is_grad_enabled() or self._cache is None:
+            embeddings = project_domains(pad_rows(self.domain_embeddings), self.w1, self.w2)
+            if self.training or torch.is_grad_enabled():
+                return embeddings
+            self._cache = embeddings
         return self._cache
 
     def train(self, mode: bool = True) -> NexusRouter:
@@ -97,7 +98,7 @@ class NexusRouter(BaseRouter):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """x . e_i."""
-        return hidden_TH @ self.expert_embeddings().T
+        return (hidden_TH @ self.expert_embeddings().T)[:, : self.moe.num_experts]
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.top_k_gates`."""

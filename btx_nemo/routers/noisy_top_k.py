@@ -47,9 +47,7 @@ class NoisyTopKRouter(BaseRouter):
         epsilon_TE = self.noise(self.moe.num_experts, lambda x, g: x.normal_(generator=g))
         logits_TE = noisy_logits(clean_TE, noise_TE, epsilon_TE)
         scale_TE = torch.nn.functional.softplus(noise_TE)
-        return Decision(
-            logits_TE, *self.route(logits_TE), self.moe.top_k, clean_TE=clean_TE, noise_scale_TE=scale_TE
-        )
+        return Decision(logits_TE, *self.route(logits_TE), self.moe.top_k, clean_TE=clean_TE, noise_scale_TE=scale_TE)
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.top_k_gates`."""

@@ -37,7 +37,17 @@ class Sums:
     @staticmethod
     def zero(experts: int, losses: int, device: torch.device | str = "cpu") -> Sums:
         """Nothing seen."""
-        shapes: tuple[tuple[int, ...], ...] = ((), (experts,), (), (experts,), (), (), (experts, experts), (losses,), ())
+        shapes: tuple[tuple[int, ...], ...] = (
+            (),
+            (experts,),
+            (),
+            (experts,),
+            (),
+            (),
+            (experts, experts),
+            (losses,),
+            (),
+        )
         return Sums(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
 
     def flat(self) -> Tensor:

@@ -22,7 +22,17 @@ from btx_nemo.routers import is_mixtral, router_class
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
 
-MAY_CHANGE = ("layout", "micro_batch_size", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out", "recompute")
+MAY_CHANGE = (
+    "layout",
+    "micro_batch_size",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "checkpoint",
+    "export",
+    "out",
+    "recompute",
+)
 """Keys that a resumed run may change: none of them changes what is computed."""
 
 

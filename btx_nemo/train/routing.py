@@ -38,7 +38,7 @@ class Routing:
     @property
     def dead(self) -> list[tuple[int, int]]:
         """(layer, expert) of experts that no token chose, layers from zero."""
-        return [(i, e) for i, row in enumerate(self.load) for e, share in enumerate(row) if share == 0 and sum(row)]
+        return [(i, e) for i, row in enumerate(self.load) for e, share in enumerate(row) if share == 0 and any(row)]
 
     def record(self) -> dict[str, Any]:
         """As metrics.jsonl has it."""
@@ -61,6 +61,11 @@ def routers(gpt: Any) -> list[Any]:
     from btx_nemo.routers.base import BaseRouter
 
     return [module for module in gpt.modules() if isinstance(module, BaseRouter)]
+
+
+def frozen_with_losses(gpt: Any) -> bool:
+    """Whether a router here has losses but nothing to train: they then move only what comes before it."""
+    return any(r.losses and not any(p.requires_grad for p in r.parameters()) for r in routers(gpt))
 
 
 def reset_routing(gpt: Any) -> None:

@@ -22,7 +22,7 @@ from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
 from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
 from btx_nemo.train.prepare import Prepared, prepare
-from btx_nemo.train.routing import Routing, collect_routing, reset_routing, separate_routing
+from btx_nemo.train.routing import Routing, collect_routing, frozen_with_losses, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
 from btx_nemo.train.step import StepResult, mean_validation_loss, train_step
@@ -96,6 +96,11 @@ class _Run:
             every=self.config.log_every,
         )
         with self.bar:
+            if frozen_with_losses(self.trainee.gpt):
+                self.bar.say(
+                    f"warning: the routers are frozen, so that router.losses={self.config.router.losses} move only the "
+                    "layers before them; router.losses.NAME=0 turns one off"
+                )
             if step == 0:
                 self._validate(0)
             self._loop(step, data)

@@ -85,15 +85,15 @@ def override(model: ModelConfig, moe: MoEOverride) -> ModelConfig:
 
 
 def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset[str], reader: str = "") -> ModelSource:
-    """The source with what the model's router needs: from `stored` where it is there with the right shape, else fresh."""
+    """The source with what the model's router needs: from the source where it is among `stored`, else fresh."""
     if source.model.moe is None:
         return source
     kind = router_class(source.model.moe.router)
     kind.check(source.model)
     expressions = {key: expr for key, expr in source.expressions.items() if ".mlp.router." not in key}
-    given = False
+    given, tensors = False, kind.tensors(source.model, router)
     for layer in range(source.model.num_layers):
-        for name, (shape, fresh) in kind.tensors(source.model, router).items():
+        for name, (_, fresh) in tensors.items():
             key = f"decoder.layers.{layer}.mlp.{name}"
             reset = router.reset and name.startswith("router.") and isinstance(fresh, FRESH)
             if key in stored and not reset:
@@ -105,7 +105,7 @@ def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset
                 given = given or not isinstance(fresh, FRESH)
     readers = {**source.readers, **(kind.readers(source.model) if given else {})}
     result = dataclasses.replace(source, expressions=expressions, readers=readers)
-    _check_shapes(result, kind.tensors(source.model, router))
+    _check_shapes(result, tensors)
     return result
 
 

@@ -85,16 +85,17 @@ def test_streams_and_events_are_inert_classes() -> None:
             _ = stream.__no_such__
 
 
-def test_seeds_and_states_are_the_cpu_s() -> None:
+def test_the_gpu_s_generator_is_another_than_the_cpu_s() -> None:
+    """As on a GPU: Megatron swaps its states in tensor-parallel regions, and the CPU's seed stays what the loop set."""
     before = torch.get_rng_state()
-    try:
-        with cpu_platform():
-            torch.cuda.manual_seed(3)
-            state, first = torch.cuda.get_rng_state(), torch.rand(2)
-            torch.cuda.set_rng_state(state)
-            assert torch.equal(torch.rand(2), first)
-    finally:
-        torch.set_rng_state(before)
+    with cpu_platform():
+        torch.cuda.manual_seed(3)
+        state = torch.cuda.get_rng_state()
+        torch.cuda.manual_seed(4)
+        assert not torch.equal(torch.cuda.get_rng_state(), state)
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_gpu_would_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

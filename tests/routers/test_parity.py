@@ -84,7 +84,9 @@ def agree(results: list[dict], alone: dict, expected: dict[str, torch.Tensor]) -
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         scale = value.abs().max().item()
-        torch.testing.assert_close(found[key], value, rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(
+            found[key], value, rtol=1e-3, atol=1e-4 * scale + 1e-9, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", ROUTERS)
