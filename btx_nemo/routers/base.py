@@ -70,7 +70,6 @@ class BaseRouter(Router):
         assert model.moe is not None
         self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
         self.weight.data = self.weight.data.float()
-        self._tokens_of_rank = self.sequences = 0
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
         self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
         self.begin_step(0)
@@ -177,11 +176,14 @@ class BaseRouter(Router):
         `padding_mask` [S, B] is true at padding, as in Megatron's own router (its docstring says the opposite).
         Padding counts in no loss, no statistic and no capacity.
         """
-        self.sequences = input.shape[1]
-        valid_T = None if padding_mask is None else ~padding_mask.reshape(-1).bool()
+        self.length, self.sequences = input.shape[:2]
+        valid_T = self.valid_T = None if padding_mask is None else ~padding_mask.reshape(-1).bool()
+        self.tokens = self._count_tokens(self.length * self.sequences, valid_T)
         decision = self.decide(self._jittered(input).flatten(0, 1).float())
         decision = dataclasses.replace(
-            decision, mean=lambda values_TX: self._mean(values_TX, valid_T), sequences=self.sequences
+            decision,
+            mean=lambda values_TX: self._mean(values_TX, valid_T),
+            sequences=self.sequences,
         )
         selected_TE = decision.selected_TE
         kept_TE = self.keep(selected_TE if valid_T is None else selected_TE & valid_T[:, None])
@@ -219,13 +221,15 @@ class BaseRouter(Router):
     def _mean(self, values_TX: Tensor, valid_T: Tensor | None) -> Tensor:
         # Sequence parallelism leaves each rank its share of the tokens. Backward passes each rank's gradient on as it
         # is: every rank has the whole loss, and Megatron sums the router's gradient over these ranks.
-        group = self.tp_cp_group
-        if valid_T is None:
-            count: Tensor | int = values_TX.shape[0] * group.size()
-        else:
+        if valid_T is not None:
             values_TX = values_TX * valid_T[:, None]
-            count = reduce_from_tensor_model_parallel_region(valid_T.sum(), group=group).clamp(min=1)
-        return reduce_from_tensor_model_parallel_region(values_TX.sum(dim=0), group=group) / count
+        return reduce_from_tensor_model_parallel_region(values_TX.sum(dim=0), group=self.tp_cp_group) / self.tokens
+
+    def _count_tokens(self, here: int, valid_T: Tensor | None) -> Tensor | int:
+        """Valid tokens of the micro-batch, on all ranks that share it; at least one."""
+        if valid_T is None:
+            return here * self.tp_cp_group.size()
+        return reduce_from_tensor_model_parallel_region(valid_T.sum(), group=self.tp_cp_group).clamp(min=1)
 
     def gather_tokens(self, values_TX: Tensor) -> tuple[Tensor, slice]:
         """A constant [T, X] of all ranks that share the micro-batch, by position, and where this rank's tokens lie."""
@@ -244,23 +248,18 @@ class BaseRouter(Router):
         `draw(empty, generator)` fills fp32 memory. The seed is that of torch's CPU generator, which the training loop
         sets for each micro-batch and Megatron's recomputation restores.
         """
-        group, device = self.tp_cp_group, self._device()
-        local = self._tokens_of_rank // self.sequences
+        group, local, device = self.tp_cp_group, self.length, next(self.parameters()).device
         seed = (torch.initial_seed() * 1_000_003 + int(self.layer_number or 0) * 8191 + salt) % (1 << 63)
         generator = torch.Generator(device=device).manual_seed(seed)
         whole = draw(torch.empty(local * group.size(), self.sequences, width, device=device), generator)
         return whole[group.rank() * local : (group.rank() + 1) * local].flatten(0, 1)
 
     def _jittered(self, input: Tensor) -> Tensor:
-        self._tokens_of_rank = input.shape[0] * input.shape[1]
         size = self.options.input_jitter
         if not (self.training and size):
             return input
         noise_TH = self.noise(input.shape[-1], lambda x, g: x.uniform_(1 - size, 1 + size, generator=g), salt=1)
         return input.float() * noise_TH.view(input.shape)
-
-    def _device(self) -> torch.device:
-        return next(self.parameters()).device
 
     # fp32 whatever the model's dtype.
 

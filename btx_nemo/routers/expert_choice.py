@@ -11,7 +11,7 @@ from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
-from btx_nemo.routers.functional import capacity_of, expert_choice_gates
+from btx_nemo.routers.functional import capacity_of, expert_choice_selection
 
 
 class ExpertChoiceRouter(BaseRouter):
@@ -55,8 +55,10 @@ class ExpertChoiceRouter(BaseRouter):
                 )
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """See `functional.expert_choice_gates`; among the tokens of all ranks that share the micro-batch."""
-        whole_TE, here = self.gather_tokens(logits_TE.detach())
-        capacity = capacity_of(whole_TE.shape[0], self.moe.num_experts, self.settings.capacity_factor)
-        selected_TE = expert_choice_gates(whole_TE, capacity)[1][here]
-        return logits_TE.softmax(dim=-1) * selected_TE, selected_TE
+        """See `functional.expert_choice_selection`; among the tokens of all ranks that share the micro-batch."""
+        probs_TE = logits_TE.softmax(dim=-1)
+        scores_TE = probs_TE if self.valid_T is None else probs_TE - 2.0 * ~self.valid_T[:, None]  # padding comes last
+        whole_TE, here = self.gather_tokens(scores_TE.detach())
+        capacity = int(capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor))
+        selected_TE = expert_choice_selection(whole_TE, capacity)[here]
+        return probs_TE * selected_TE, selected_TE

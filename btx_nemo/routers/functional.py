@@ -7,6 +7,7 @@ A rule returns gates [T, E], zero where an expert is not selected, and the boole
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,16 +112,26 @@ def expert_choice_gates(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tenso
     A token's expert depends on the tokens after it, so this is no rule for causal decoding.
     """
     probs_TE = logits_TE.softmax(dim=-1)
-    selected_TE = top_k_selection(probs_TE.T.contiguous(), min(capacity, probs_TE.shape[0])).T
+    selected_TE = expert_choice_selection(probs_TE, capacity)
     return probs_TE * selected_TE, selected_TE
 
 
-def capacity_of(tokens: int, experts: int, factor: float) -> int:
-    """Tokens that an expert takes at most: ceil(tokens / experts * factor) (Switch, section 2.2)."""
+def expert_choice_selection(scores_TE: Tensor, capacity: int) -> Tensor:
+    """Boolean [T, E]: each expert's `capacity` tokens of largest score; ties go to the earliest token."""
+    return top_k_selection(scores_TE.T.contiguous(), min(capacity, scores_TE.shape[0])).T
+
+
+def capacity_of(tokens: Tensor | int, experts: int, factor: float) -> Any:
+    """Tokens that an expert takes at most: ceil(tokens / experts * factor) (Switch, section 2.2).
+
+    `tokens` may be a count on the device, and so is the result then: nothing waits for it.
+    """
+    if isinstance(tokens, Tensor):
+        return (tokens * factor / experts).ceil().long()
     return math.ceil(tokens * factor / experts)
 
 
-def within_capacity(selected_TE: Tensor, capacity: int, taken_E: Tensor | None = None) -> Tensor:
+def within_capacity(selected_TE: Tensor, capacity: Tensor | int, taken_E: Tensor | None = None) -> Tensor:
     """The selection without overflow: an expert keeps its first `capacity` tokens in order of position.
 
     `taken_E` counts the tokens that earlier ranks sent to each expert, where a micro-batch is split over ranks.

@@ -49,7 +49,7 @@ class SwitchRouter(BaseRouter):
         if not self.settings.capacity_factor:
             return selected_TE
         group = self.tp_cp_group
-        capacity = capacity_of(selected_TE.shape[0] * group.size(), self.moe.num_experts, self.settings.capacity_factor)
+        capacity = capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor)
         if group.size() == 1:
             return within_capacity(selected_TE, capacity)
         counts_E = selected_TE.sum(dim=0)

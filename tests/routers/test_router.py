@@ -1,0 +1,78 @@
+"""The frame around the rules, on one rank and two: padding, global counts, the dispatcher, an own router, fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from btx_testing import frame_jobs
+from btx_testing.pool import RankPool
+
+from btx_nemo.errors import UserError
+from btx_nemo.families.config import MoEConfig
+from btx_nemo.routers import is_mixtral, register_router, router_class, router_names
+
+NAMES = ["top_k", "switch", "soft", "divmoe", "flexolmo", "noisy_top_k", "expert_choice"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("count", [1, 2])
+def test_padding_counts_nowhere(ranks: RankPool, name: str, count: int) -> None:
+    """Losses, gradients and statistics with garbage in padded places are those without these places."""
+    layout = {"tp": count}
+    for padded, clean in ranks.run(frame_jobs.padding, name, layout, ranks=count):
+        assert padded.keys() == clean.keys()
+        for key, value in clean.items():
+            torch.testing.assert_close(padded[key], value, atol=1e-5, rtol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_global_counts_are_megatrons(ranks: RankPool) -> None:
+    """switch_global over two data-parallel ranks and three micro-batches, and a new step forgets."""
+    for ours, theirs in ranks.run(frame_jobs.global_counts, ranks=2):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_casts_leave_a_router_alone(ranks: RankPool) -> None:
+    (kept,) = ranks.run(frame_jobs.casts, ranks=1)
+    assert kept == {"weight": "torch.float32", "exact": True}
+
+
+def test_a_setting_of_megatrons_router_that_ours_ignores_is_refused(ranks: RankPool) -> None:
+    (messages,) = ranks.run(frame_jobs.refusals, ranks=1)
+    assert len(messages) == 4
+    assert all("is not supported by the routers of btx_nemo" in message for message in messages)
+
+
+def test_noise_has_its_law(ranks: RankPool) -> None:
+    """The same seed, the same noise; another micro-batch or layer, another."""
+    (equal,) = ranks.run(frame_jobs.noise, ranks=1)
+    assert equal == {"again": True, "other seed": False, "other layer": False}
+
+
+def test_cached_embeddings_are_forgotten_when_training_goes_on(ranks: RankPool) -> None:
+    (result,) = ranks.run(frame_jobs.nexus_cache, ranks=1)
+    assert result == {"cached": True, "after training": True}
+
+
+def test_an_own_router(ranks: RankPool) -> None:
+    """The example of docs/routers.md."""
+    name = "first_experts"
+    register_router(name, "btx_testing.own_router:FirstExperts")
+    register_router(name, "btx_testing.own_router:FirstExperts")  # the same again is no mistake
+    with pytest.raises(ValueError, match=r"is btx_testing\.own_router:FirstExperts already"):
+        register_router(name, "elsewhere:Other")
+    assert name in router_names()
+    (load,) = ranks.run(frame_jobs.own_router, name, ranks=1)
+    assert load == pytest.approx([0.5, 0.5, 0, 0])
+
+
+def test_a_router_that_is_not_there_is_told() -> None:
+    register_router("ghost", "no_such_package:Router")
+    with pytest.raises(UserError, match=r"moe\.router=ghost: no_such_package:Router cannot be imported"):
+        router_class("ghost")
+
+
+def test_only_mixtrals_rule_is_mixtrals() -> None:
+    assert is_mixtral(MoEConfig(num_experts=4))
+    assert is_mixtral(MoEConfig(num_experts=4, options={"softmax": "before"}))
+    assert not is_mixtral(MoEConfig(num_experts=4, options={"softmax": "before", "renormalise": False}))
+    assert not is_mixtral(MoEConfig(num_experts=4, router="flexolmo"))
