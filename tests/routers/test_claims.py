@@ -47,7 +47,9 @@ def test_without_a_balance_loss_the_expert_with_a_head_start_takes_all() -> None
     assert train_mixture(None, 0.0)[0] > 0.8
 
 
-@pytest.mark.parametrize(("loss", "weight"), [("btx", 5.0), ("switch", 5.0), ("hf", 5.0), ("switch_seq", 5.0), ("importance", 5.0)])
+@pytest.mark.parametrize(
+    ("loss", "weight"), [("btx", 5.0), ("switch", 5.0), ("hf", 5.0), ("switch_seq", 5.0), ("importance", 5.0)]
+)
 def test_with_one_it_does_not(loss: str, weight: float) -> None:
     load = train_mixture(loss, weight)
     assert load.max() < 0.5 and load.min() > 0.05

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 import pytest
 import torch
 from btx_testing import frame_jobs
 from btx_testing.pool import RankPool
 
+from btx_nemo import routers
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import MoEConfig
 from btx_nemo.routers import is_mixtral, register_router, router_class, router_names
@@ -63,6 +68,29 @@ def test_an_own_router(ranks: RankPool) -> None:
     assert name in router_names()
     (load,) = ranks.run(frame_jobs.own_router, name, ranks=1)
     assert load == pytest.approx([0.5, 0.5, 0, 0])
+
+
+def test_the_documented_example_is_the_tested_one() -> None:
+    root = Path(__file__).resolve().parents[2]
+    tested = (root / "tests" / "support" / "btx_testing" / "own_router.py").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", (root / "docs" / "routers.md").read_text(), re.DOTALL)
+    body = [line for line in code.splitlines() if line.startswith("        ")]
+    assert len(body) == 3 and all(line in tested for line in body)
+
+
+def test_an_installed_package_may_offer_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through its entry points; it cannot take the name of one of ours."""
+    offered = [
+        EntryPoint("theirs", "btx_testing.own_router:FirstExperts", "btx_nemo.routers"),
+        EntryPoint("top_k", "elsewhere:TopK", "btx_nemo.routers"),
+    ]
+    monkeypatch.setattr(routers, "entry_points", lambda group: [e for e in offered if e.group == group])
+    routers._installed.cache_clear()
+    try:
+        assert router_class("theirs").__name__ == "FirstExperts"
+        assert router_class("top_k").__module__ == "btx_nemo.routers.top_k"
+    finally:
+        routers._installed.cache_clear()
 
 
 def test_a_router_that_is_not_there_is_told() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from btx_nemo.routers.base import BaseRouter
@@ -19,6 +20,6 @@ class FirstExperts(BaseRouter):
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Gates and selection, both [T, E]."""
-        selected_TE = (logits_TE == logits_TE).clone()
-        selected_TE[:, self.moe.top_k :] = False
+        selected_TE = torch.zeros_like(logits_TE, dtype=torch.bool)
+        selected_TE[:, : self.moe.top_k] = True
         return softmax_over(logits_TE, selected_TE), selected_TE
