@@ -282,7 +282,7 @@ class BaseRouter(Router):
 
 def fresh_weight(model: ModelConfig, router: RouterConfig) -> Expr:
     """A fresh router's weights: N(0, init_std^2), or Switch's truncated normal, sqrt(s / H) cut at two deviations."""
-    if router.init_scale:
+    if router.init_scale > 0:
         return Normal(math.sqrt(router.init_scale / model.hidden_size), cut=2.0)
     return Normal(model.init_std)
 

@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 
+MANY_THREADS = 600
+"""Workers are replaced beyond: process groups of a model that has trained leave their threads behind, about 50 a run."""
+
+
 class RankFailed(AssertionError):
     """A rank raised; carries its traceback."""
 
@@ -28,6 +32,8 @@ class RankPool:
 
     def run(self, function: Callable[..., Any], *args: Any, ranks: int, timeout: float = 180) -> list[Any]:
         """Results by rank. `function` lives in a module that workers can import (`btx_testing.jobs`)."""
+        if any(_threads(process.pid) > MANY_THREADS for process, _ in self._workers):
+            self.close()
         self._grow(ranks)
         store = str(Path(self._stores.name) / uuid.uuid4().hex)
         for rank in range(ranks):
@@ -75,6 +81,13 @@ class RankPool:
             process.kill()
             process.join()
         self._workers = []
+
+
+def _threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # not Linux, or gone
+        return 0
 
 
 def _serve(connection: Connection) -> None:
