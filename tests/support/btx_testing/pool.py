@@ -13,9 +13,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-
 MANY_THREADS = 600
-"""Workers are replaced beyond: process groups of a model that has trained leave their threads behind, about 50 a run."""
+"""Workers are replaced beyond: the process groups of a model that trained leave threads behind, about 50 a run."""
 
 
 class RankFailed(AssertionError):
