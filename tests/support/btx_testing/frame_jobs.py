@@ -50,14 +50,18 @@ def make(name: str, losses: tuple[str, ...] = LOSSES, layer: int = 2, **changes:
 def _outcome(router: Any, hidden: torch.Tensor, mask: torch.Tensor | None, ranks: int, rank: int) -> dict:
     """Losses, gradients (summed over ranks as Megatron does) and statistics of one micro-batch."""
     import torch.distributed as dist
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     own = slice(rank * hidden.shape[0] // ranks, (rank + 1) * hidden.shape[0] // ranks)
     router.zero_grad()
     router.statistics.reset()
     torch.manual_seed(11)
+    # A backward pass outside of a schedule leaves a scale of another shape than 0.19's schedules expect: put it back.
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
     gates, kept = router(hidden[own], None if mask is None else mask[own])
     valid = torch.ones_like(gates[:, 0], dtype=torch.bool) if mask is None else ~mask[own].flatten()
     (gates * kept * torch.arange(1.0, EXPERTS + 1))[valid].sum().backward()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = scale
     result = {}
     for key, parameter in router.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
