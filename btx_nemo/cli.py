@@ -66,7 +66,8 @@ def _say_once(line: str, error: BtxError) -> None:
 
 def _quiet() -> None:
     """Hides what Megatron and torch say of themselves on a machine without a GPU; --debug shows it."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for logger in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"btx_nemo\.megatron\.platform"):
         warnings.filterwarnings("ignore", module=module)
 
