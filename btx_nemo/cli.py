@@ -138,8 +138,11 @@ def _add_prepare_data(command: Callable) -> None:
     sub.add_argument("--out", type=Path, required=True, help="data folder; domains are its subfolders")
     sub.add_argument("--text-key", default="text", help="JSONL key that holds the text (default: text)")
     sub.add_argument("--validation-fraction", type=float, default=0.05, help="share held out (default: 0.05)")
-    sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
-    sub.add_argument("--overwrite", action="store_true", help="replace the domain if it is there")
+    sub.add_argument("--workers", type=int, help="processes (default: one per CPU that this process may use)")
+    eod = sub.add_mutually_exclusive_group()
+    eod.add_argument("--eod-token", help="token that ends a document (default: the tokenizer's end of sequence)")
+    eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
+    sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
     sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
 
 
@@ -188,7 +191,7 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
     if arguments.demo:
         from btx_nemo.data.demo import build_demo_data
 
-        build_demo_data(arguments.out, workers=arguments.workers)
+        build_demo_data(arguments.out, workers=arguments.workers, overwrite=arguments.overwrite)
         return
     missing = [name for name in ("inputs", "domain", "tokenizer") if not getattr(arguments, name)]
     if missing:
@@ -203,6 +206,8 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
         text_key=arguments.text_key,
         workers=arguments.workers,
         validation_fraction=arguments.validation_fraction,
+        append_eod=not arguments.no_eod,
+        eod_token=arguments.eod_token,
         overwrite=arguments.overwrite,
     )
 

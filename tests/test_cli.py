@@ -12,7 +12,7 @@ import pytest
 from btx_testing.commands import CommandServer, clean_environment, run_module, wait_until
 from btx_testing.runs import TinyWorld, logged_step
 
-from btx_nemo.cli import _parser
+from btx_nemo.cli import _parser, main
 
 COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
 WRONG = [
@@ -35,6 +35,11 @@ WRONG = [
     (["inspect", "nowhere"], "nowhere"),
     (["prepare-data", "--out", "o"], "inputs: required, unless --demo"),
     (["prepare-data", "nowhere", "--domain", "a", "--tokenizer", "t", "--out", "o"], "t"),
+    (["prepare-data", "x", "--no-eod", "--eod-token", "x", "--out", "o"], "not allowed with argument --no-eod"),
+    (
+        ["prepare-data", "x", "--domain", "3d", "--tokenizer", "t", "--out", "o"],
+        "--domain '3d': only a-z, 0-9, _ and -",
+    ),
     (["demo", "--size", "huge"], "invalid choice: 'huge'"),
 ]
 
@@ -63,6 +68,26 @@ def test_wrong_input_is_one_line(commands: CommandServer, tmp_path: Path, argume
     assert message in ended.err
     assert ended.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_flag_of_prepare_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from btx_nemo.data import demo, prepare
+
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(prepare, "prepare_data", lambda *args, **options: calls.append({"args": args, **options}))
+    monkeypatch.setattr(demo, "build_demo_data", lambda *args, **options: calls.append({"args": args, **options}))
+    common = ["prepare-data", "in", "--domain", "a", "--tokenizer", "t", "--out", "o"]
+    plain = {"text_key": "text", "workers": None, "validation_fraction": 0.05, "append_eod": True, "eod_token": None}
+    args = ([Path("in")], Path("t"), Path("o"), "a")
+    main(common)
+    assert calls.pop() == {"args": args, **plain, "overwrite": False}
+    main([*common, "--no-eod", "--overwrite", "--workers", "3", "--text-key", "k"])
+    changed = {"append_eod": False, "overwrite": True, "workers": 3, "text_key": "k"}
+    assert calls.pop() == {"args": args, **plain, **changed}
+    main([*common, "--eod-token", "<e>"])
+    assert calls.pop() == {"args": args, **plain, "eod_token": "<e>", "overwrite": False}
+    main(["prepare-data", "--demo", "--out", "o", "--overwrite"])
+    assert calls.pop() == {"args": (Path("o"),), "workers": None, "overwrite": True}
 
 
 def test_a_broken_configuration_file(commands: CommandServer, tmp_path: Path) -> None:
@@ -103,7 +128,7 @@ def test_an_interrupt_is_no_traceback(world: TinyWorld, commands: CommandServer,
 
 def test_the_version_comes_quickly() -> None:
     """No command pays for what it does not use: neither torch nor Megatron is imported for this."""
-    code = "import sys; from btx_nemo.cli import _parser; _parser(); print(sorted(sys.modules))"
+    code = "import sys; from btx_nemo.cli import _parser, main; _parser(); print(sorted(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
     assert ended.returncode == 0
     assert not any(f"'{heavy}'" in ended.stdout for heavy in ("torch", "megatron", "transformers", "hydra", "numpy"))

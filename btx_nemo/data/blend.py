@@ -25,7 +25,7 @@ _VALIDATION_SEED = 0
 def list_domains(data_path: Path) -> list[str]:
     """Names of the complete domains under a data folder, sorted."""
     if not Path(data_path).is_dir():
-        raise UserError(f"data_path={data_path}: no such folder; make one with prepare-data, or --demo")
+        raise UserError(f"data.path={data_path}: no such folder; make one with btx-nemo prepare-data (or --demo)")
     return sorted(path.parent.name for path in Path(data_path).glob(f"[!.]*/{META}"))
 
 
@@ -37,7 +37,7 @@ def load_meta(data_path: Path, domain: str) -> dict[str, Any]:
     """
     known = list_domains(data_path)
     if domain not in known:
-        raise UserError(f"data_path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
+        raise UserError(f"data.path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
     path = Path(data_path) / domain / META
     needed: dict[str, Any] = {
         "vocab_size": int,
@@ -72,7 +72,7 @@ def check_data(
     """
     metas = {domain: load_meta(data_path, domain) for domain in domains}
     for domain, meta in metas.items():
-        where = f"data_path={data_path}, domain {domain!r}"
+        where = f"data.path={data_path}, domain {domain!r}"
         if meta["vocab_size"] > vocab_size:
             raise UserError(
                 f"{where}: its tokenizer has {meta['vocab_size']} ids, the model {vocab_size}; "
@@ -94,15 +94,13 @@ def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[s
         UserError: no weight, an unknown domain, or a weight that is not a positive finite number.
     """
     if not weights:
-        raise UserError(f"data.weights: empty; give each domain a weight (known: {', '.join(known) or 'none'})")
+        raise UserError(f"data.blend: empty; give each domain a weight (known: {', '.join(known) or 'none'})")
     for domain, weight in weights.items():
         if domain not in known:
-            raise UserError(f"data.weights: unknown domain {domain!r}; known: {', '.join(known) or 'none'}")
+            raise UserError(f"data.blend: unknown domain {domain!r}; known: {', '.join(known) or 'none'}")
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight) or weight <= 0:
-            raise UserError(
-                f"data.weights.{domain}={weight}: must be a positive number; leave the domain out to skip it"
-            )
+            raise UserError(f"data.blend.{domain}={weight}: must be a positive number; leave the domain out to skip it")
     total = math.fsum(weights.values())
     return {domain: weight / total for domain, weight in weights.items()}
 
@@ -235,7 +233,7 @@ def _head(dataset: Any, limit: int | None) -> Any:
     if limit is None or limit >= len(dataset):
         return dataset
     if limit < 1:
-        raise UserError(f"data.valid_samples={limit}: must be at least 1")
+        raise UserError(f"valid_samples={limit}: must be at least 1; raise eval_batches")
     return Subset(dataset, range(limit))
 
 

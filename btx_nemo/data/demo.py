@@ -46,7 +46,7 @@ def build_demo_data(
         vocab_size: of the tokenizer, special tokens included; reached exactly.
         size: megabytes of text per domain, or `full` (1.5) or `small` (0.15). A domain that runs out is smaller.
         workers: processes that tokenise.
-        overwrite: replace `out_dir`, whatever it holds.
+        overwrite: replace `out_dir`, if it holds nothing but the demo data.
 
     Returns:
         the meta.json of each domain.
@@ -61,7 +61,10 @@ def build_demo_data(
     if out_dir.is_dir() and not any(out_dir.iterdir()):
         out_dir.rmdir()
     if out_dir.exists() and not overwrite:
-        raise UserError(f"{out_dir}: exists; choose another folder, or pass overwrite=true")
+        raise UserError(f"{out_dir}: exists; choose another folder, or pass --overwrite")
+    held = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
+    if foreign := sorted({*held} - {"text", "tokenizer", *DOMAINS}):
+        raise UserError(f"{out_dir}: holds {foreign[0]}, which is not the demo's; choose another folder")
     with disk_errors(out_dir):
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         with publish(out_dir, overwrite=overwrite) as scratch:

@@ -7,12 +7,12 @@ out_dir/<domain>/train.{bin,idx}    valid.{bin,idx}    meta.json (written last)
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.config.domains import check_domain
 from btx_nemo.data.encode import Encoded, Job, encode_all
 from btx_nemo.data.progress import byte_progress
 from btx_nemo.data.publish import disk_errors, publish, sync, write_json
@@ -22,8 +22,6 @@ from btx_nemo.errors import UserError
 
 FORMAT = 1
 """Version of meta.json."""
-_DOMAIN = re.compile(r"[a-z0-9_-]+")
-_RESERVED = ("tokenizer",)
 
 
 def prepare_data(
@@ -51,7 +49,7 @@ def prepare_data(
         inputs: text files, JSONL files, or folders of them (walked in sorted order).
         tokenizer: folder of a Hugging Face tokenizer, or a tokenizer.json.
         out_dir: data folder; the domain becomes a sub-folder.
-        domain: name of lower-case letters, digits, `_` and `-`.
+        domain: name of lower-case letters, digits, `_` and `-` that starts with a letter.
         text_key: key of the text in each JSONL line.
         workers: processes; default the CPUs that this process may use.
         validation_fraction: share of validation, between 0 and 1.
@@ -71,7 +69,9 @@ def prepare_data(
     _check_arguments(domain, workers, validation_fraction, out_dir / domain, overwrite)
     encoder = load_encoder(tokenizer, eod_token=eod_token)
     if append_eod and encoder.eod_id is None:
-        raise UserError(f"tokenizer={tokenizer}: no end-of-document token found; set eod_token, or append_eod=false")
+        raise UserError(
+            f"--tokenizer {tokenizer}: no end-of-document token in it; name one with --eod-token, or --no-eod"
+        )
     sources = find_sources(inputs, pattern)
     validation = _validation_sources(validation_inputs, sources, pattern)
     job = Job(
@@ -123,16 +123,13 @@ def _source_name(path: Path, out_dir: Path) -> str:
 
 
 def _check_arguments(domain: str, workers: int | None, fraction: float, target: Path, overwrite: bool) -> None:
-    if not _DOMAIN.fullmatch(domain) or domain in _RESERVED:
-        raise UserError(
-            f"domain={domain!r}: use lower-case letters, digits, '_' and '-' only, but not {', '.join(_RESERVED)}"
-        )
+    check_domain(domain, f"--domain {domain!r}")
     if workers is not None and workers < 1:
-        raise UserError(f"workers={workers}: must be at least 1")
+        raise UserError(f"--workers {workers}: must be at least 1")
     if not 0 < fraction < 1:
-        raise UserError(f"validation_fraction={fraction}: must lie between 0 and 1")
+        raise UserError(f"--validation-fraction {fraction}: must lie between 0 and 1")
     if target.exists() and not overwrite:
-        raise UserError(f"{target}: exists; choose another name or folder, or pass overwrite=true")
+        raise UserError(f"{target}: exists; choose another name or folder, or pass --overwrite")
 
 
 def _validation_sources(given: Sequence[Path] | None, train: list[Source], pattern: str) -> list[Source] | None:
@@ -180,12 +177,12 @@ def _write(
 
 
 def _check_counts(counts: dict[str, dict[str, int]], inputs: Sequence[Path], fraction: float) -> None:
-    first = f"input={inputs[0]}" + (" ..." if len(inputs) > 1 else "")
+    first = str(inputs[0]) + (" ..." if len(inputs) > 1 else "")
     if not counts["train"]["tokens"] + counts["valid"]["tokens"]:
         raise UserError(f"{first}: text with no tokens; give files that hold text")
     for split, name in (("train", "training"), ("valid", "validation")):
         if not counts[split]["tokens"]:
             raise UserError(
-                f"{first}: the {name} split is empty at validation_fraction={fraction}; "
-                "give more files or documents, another fraction, or validation_inputs"
+                f"{first}: the {name} split is empty at --validation-fraction {fraction}; "
+                "give more files or documents, or another fraction"
             )

@@ -53,16 +53,16 @@ def find_sources(inputs: Sequence[Path], pattern: str = "*") -> list[Source]:
         if item.is_dir():
             found = sorted(_walk(item, pattern), key=lambda path: path.relative_to(item).as_posix())
             if not found:
-                raise UserError(f"input={item}: no file in this folder matches {pattern!r}")
+                raise UserError(f"{item}: no file in this folder matches {pattern!r}")
             paths += found
         elif not item.exists():
-            raise UserError(f"input={item}: no such file or folder")
+            raise UserError(f"{item}: no such file or folder")
         elif not stat.S_ISREG(item.stat().st_mode):
-            raise UserError(f"input={item}: not a regular file")
+            raise UserError(f"{item}: not a regular file")
         else:
             paths.append(item)
     if not paths:
-        raise UserError("input: nothing given; name text files, JSONL files or folders")
+        raise UserError("inputs: nothing given; name text files, JSONL files or folders")
     unique = {os.path.realpath(path): path for path in reversed(paths)}  # the first spelling of a file given twice
     kept = set(unique.values())
     return [Source(path=path, size=path.stat().st_size) for path in dict.fromkeys(paths) if path in kept]
@@ -202,7 +202,9 @@ def _parse_line(line: str, path: Path, at: int, text_key: str) -> str:
         raise UserError(f"{path}:{_line_number(path, at)}: not JSON ({str(error)[:80]})") from error
     if not isinstance(record, dict) or text_key not in record:
         keys = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{path}:{_line_number(path, at)}: no key {text_key!r} (found: {keys}); set text_key")
+        raise UserError(
+            f"{path}:{_line_number(path, at)}: no key {text_key!r} (found: {keys}); name it with --text-key"
+        )
     text = record[text_key]
     if not isinstance(text, str):
         raise UserError(f"{path}:{_line_number(path, at)}: {text_key!r} is {type(text).__name__}, not text")

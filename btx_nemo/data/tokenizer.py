@@ -46,7 +46,7 @@ def tokenizer_files(path: Path) -> list[Path]:
     files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
     if not any(file.name in _VOCABULARY_FILES for file in files):
         raise UserError(
-            f"tokenizer={path}: no tokenizer there; give the folder that holds tokenizer.json, or that file"
+            f"--tokenizer {path}: no tokenizer there; give the folder that holds tokenizer.json, or that file"
         )
     return files
 
@@ -104,11 +104,11 @@ def load_encoder(path: Path, *, eod_token: str | None = None) -> Encoder:
     backend = _load_fast(fast) if fast else _load_transformers(Path(path))
     vocab = backend.get_vocab()
     if not vocab:
-        raise UserError(f"tokenizer={path}: its vocabulary is empty")
+        raise UserError(f"--tokenizer {path}: its vocabulary is empty")
     wanted = [eod_token] if eod_token else [*_declared_eos(files), *_EOD_TOKENS]
     eod = next((vocab[token] for token in wanted if token in vocab), None)
     if eod_token and eod is None:
-        raise UserError(f"tokenizer={path}: eod_token={eod_token!r} is not in its vocabulary")
+        raise UserError(f"--eod-token {eod_token!r}: {path} has no such token; name one of its vocabulary")
     return Encoder(backend=backend, vocab_size=max(vocab.values()) + 1, eod_id=eod)
 
 
@@ -118,7 +118,7 @@ def _load_fast(path: Path) -> Any:
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"tokenizer={path}: damaged ({str(error)[:120]})") from error
+        raise UserError(f"--tokenizer {path}: damaged ({str(error)[:120]})") from error
     backend.no_truncation()  # some folders carry a maximum length, which would cut documents
     backend.no_padding()
     return backend
@@ -129,12 +129,12 @@ def _load_transformers(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise EnvironmentLacks(
-            f"tokenizer={path}: without tokenizer.json it needs transformers: pip install transformers"
+            f"--tokenizer {path}: without tokenizer.json it needs transformers: pip install transformers"
         ) from error
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any of a dozen types, according to which file is missing
-        raise UserError(f"tokenizer={path}: transformers cannot load it ({str(error)[:120]})") from error
+        raise UserError(f"--tokenizer {path}: transformers cannot load it ({str(error)[:120]})") from error
 
 
 def _declared_eos(files: dict[str, Path]) -> list[str]:

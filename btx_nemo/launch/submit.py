@@ -7,7 +7,6 @@ themselves what a rerun has to do, and the state of a pipeline is nothing but th
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -16,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from btx_nemo.config.domains import check_domain
 from btx_nemo.errors import EnvironmentLacks, UserError
 from btx_nemo.launch.local import run_here
 
-DOMAIN = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 STAGES = ("expert", "mix", "export")
 
 
@@ -52,7 +51,7 @@ class SubmitCommand:
     sbatch: Sequence[str] = field(default_factory=tuple)
     """Options for every sbatch, e.g. `--time=12:00:00`."""
     overrides: Sequence[str] = field(default_factory=tuple)
-    """Overrides of the experts' and the joint training, or of one stage: `mix:moe.top_k=2`."""
+    """Overrides of the experts' and the joint training, or of one stage: `mix:layout.ep=2`."""
 
 
 def submit_command(command: SubmitCommand) -> None:
@@ -143,10 +142,7 @@ def _check_domains(domains: Sequence[str]) -> None:
     if not domains:
         raise UserError("submit: no domain; name at least one, e.g. btx-nemo submit math code prose")
     for domain in domains:
-        if not DOMAIN.fullmatch(domain):
-            raise UserError(
-                f"submit: domain {domain!r}: only a-z, 0-9, _ and - are allowed, a letter first; rename the domain"
-            )
+        check_domain(domain, f"submit: domain {domain!r}")
         if list(domains).count(domain) > 1:
             raise UserError(f"submit: domain {domain!r} is named twice; name it once")
 

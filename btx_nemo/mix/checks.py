@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
+from btx_nemo.config.domains import check_domain
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
@@ -40,8 +41,7 @@ def check_settings(config: MixConfig) -> None:
     if not config.experts:
         raise UserError("experts: none given; name at least one specialist, e.g. experts.math=DIR")
     for name in config.experts:
-        if name in ("seed", "generalist") or not name.replace("_", "").replace("-", "").isalnum():
-            raise UserError(f"experts.{name}: not a usable name; take letters, digits, - and _, not seed or generalist")
+        check_domain(name, f"experts.{name}")
     count = len(config.experts) + bool(config.include_seed)
     if config.top_k < 1:
         raise UserError(f"top_k={config.top_k} must be at least 1")

@@ -173,3 +173,11 @@ def test_errors_and_overwriting(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size=32000: the text yields only"):
         build_demo_data(tmp_path / "x", size=0.05, vocab_size=32_000, workers=1)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="x: holds thesis.tex"):
+        build_demo_data(tmp_path / "x", size=SIZE, overwrite=True)
+    (tmp_path / "x" / "thesis.tex").rename(tmp_path / "x" / "text")
+    build_demo_data(tmp_path / "x", size=SIZE, overwrite=True, workers=1)
+    assert (tmp_path / "x" / "math" / "train.bin").read_bytes() == (demo / "math" / "train.bin").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

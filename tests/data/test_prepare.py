@@ -176,7 +176,10 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[dict, str]]:
         "no tokens": ({"inputs": [tmp_path / "empty.txt", tmp_path / "blank.txt"]}, "no tokens"),
         "not utf-8": ({"inputs": [tmp_path / "latin.txt"]}, "latin.txt:3: not UTF-8"),
         "not json": ({"inputs": [tmp_path / "bad.jsonl"]}, "bad.jsonl:3: not JSON"),
-        "no key": ({"inputs": [tmp_path / "key.jsonl"]}, "key.jsonl:3: no key 'text' (found: content)"),
+        "no key": (
+            {"inputs": [tmp_path / "key.jsonl"]},
+            "key.jsonl:3: no key 'text' (found: content); name it with --text-key",
+        ),
         "not text": ({"inputs": [tmp_path / "type.jsonl"]}, "type.jsonl:1: 'text' is int"),
         "not object": ({"inputs": [tmp_path / "list.jsonl"]}, "list.jsonl:1"),
         "deep": ({"inputs": [tmp_path / "deep.jsonl"]}, "deep.jsonl:1: not JSON"),
@@ -184,12 +187,13 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[dict, str]]:
         "empty split": ({"inputs": [tmp_path / "one.jsonl"]}, "split is empty"),
         "no tokenizer": ({"tokenizer": tmp_path / "none"}, "no tokenizer there"),
         "broken tokenizer": ({"tokenizer": tmp_path / "broken"}, "damaged"),
-        "eod": ({"eod_token": "<nope>"}, "'<nope>' is not in its vocabulary"),
-        "name": ({"domain": "Math!"}, "lower-case"),
-        "path": ({"domain": "../x"}, "lower-case"),
-        "reserved": ({"domain": "tokenizer"}, "tokenizer"),
-        "fraction": ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
-        "workers": ({"workers": 0}, "workers=0"),
+        "eod": ({"eod_token": "<nope>"}, "--eod-token '<nope>': "),
+        "name": ({"domain": "Math!"}, "--domain 'Math!': only a-z, 0-9, _ and - are allowed, a letter first"),
+        "path": ({"domain": "../x"}, "a letter first; rename the domain"),
+        "digit": ({"domain": "3d"}, "--domain '3d': only a-z, 0-9, _ and - are allowed, a letter first"),
+        "reserved": ({"domain": "tokenizer"}, "--domain 'tokenizer': has another meaning"),
+        "fraction": ({"validation_fraction": 1.0}, "--validation-fraction 1.0"),
+        "workers": ({"workers": 0}, "--workers 0"),
         "overlap": ({"validation_inputs": [tmp_path / "in"]}, "also a training input"),
     }
 
@@ -221,7 +225,7 @@ def test_existing_output_and_another_tokenizer_are_refused(tmp_path: Path, token
     run = {"inputs": [tmp_path / "in"], "out_dir": tmp_path / "out", "workers": 1, "validation_fraction": 0.3}
     prepare_data(tokenizer=tokenizer, domain="a", **run)
     before = (tmp_path / "out/a/train.bin").read_bytes()
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="exists.*--overwrite"):
         prepare_data(tokenizer=tokenizer, domain="a", **run)
     other = byte_tokenizer(tmp_path / "other", extra=1)
     with pytest.raises(UserError, match="another tokenizer"):

@@ -84,7 +84,7 @@ def test_what_is_done_is_left_out(runs: Path) -> None:
     assert names() == []
 
 
-@pytest.mark.parametrize("domain", ["a/b", "a b", "$(touch x)", "", "-x", "A", "ä", "a\n", "3d"])
+@pytest.mark.parametrize("domain", ["a/b", "a b", "$(touch x)", "", "-x", "A", "ä", "a\n", "3d", "seed"])
 def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
     with pytest.raises(UserError, match="rename the domain"):
         submit(["math", domain], runs_dir=runs)

@@ -129,6 +129,8 @@ BAD: dict[str, tuple[Change, str]] = {
     "top_k": (settings(top_k=4), "top_k=4 exceeds the 3 experts"),
     "top_k 0": (settings(top_k=0), "top_k=0"),
     "no experts": (settings(experts={}), "experts: none given"),
+    "name": (settings(experts={"3d": "x"}), "experts.3d: only a-z, 0-9, _ and - are allowed, a letter first"),
+    "reserved name": (settings(experts={"seed": "x"}), "experts.seed: has another meaning"),
     "recipe": (settings(recipe="stew"), "recipe=stew: unknown; known: btx"),
     "dtype": (settings(dtype="fp7"), "dtype=fp7: unknown; known: float32"),
     "std": (settings(router_init_std=math.nan), "router_init_std"),

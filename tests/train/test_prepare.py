@@ -76,7 +76,7 @@ CASES = [
     ("tiny_expert", ["data.path={tmp}/empty"], "no domain 'math'; known: none"),
     ("tiny_expert", ["domain=law"], "no domain 'law'; known: code, math"),
     ("tiny_mix", ["data.blend.law=1"], "no domain 'law'; known: code, math"),
-    ("tiny_mix", ["data.blend={math:-1,code:1}"], "data.weights.math=-1.0: must be a positive number"),
+    ("tiny_mix", ["data.blend={math:-1,code:1}"], "data.blend.math=-1.0: must be a positive number"),
     ("tiny_expert", ["data.valid=[law]"], "no domain 'law'; known: code, math"),
     ("tiny_expert", ["data.seq_length=65"], "data.seq_length=65: must lie between 2 and the model's"),
     ("tiny_expert", ["data.seq_length=1"], "data.seq_length=1: must lie between 2 and the model's"),
