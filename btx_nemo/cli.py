@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        sub.add_argument("assignments", nargs="+", metavar="in=DIR out=DIR")
+        more = "shard_size=BYTES: largest file; " if name == "export" else ""
+        more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
+        sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
@@ -157,12 +159,30 @@ def _add_submit(command: Callable) -> None:
     sub.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="e.g. --sbatch=--partition=gpu")
 
 
-def _assignments(arguments: argparse.Namespace) -> dict[str, str]:
-    values = dict(a.split("=", 1) for a in arguments.assignments if "=" in a)
-    unknown = sorted(set(values) - {"in", "out"}) + [a for a in arguments.assignments if "=" not in a]
-    if unknown or set(values) != {"in", "out"}:
-        raise UserError(f"expected in=DIR out=DIR, got {' '.join(arguments.assignments)}")
-    return values
+def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
+    """(in, out, options) of `in=DIR out=DIR key=value...`, each option through the function that reads it."""
+    given = " ".join(arguments.assignments)
+    values: dict[str, str] = {}
+    for assignment in arguments.assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not value:
+            raise UserError(f"expected in=DIR out=DIR, got {given}")
+        if key not in ("in", "out", *optional):
+            raise UserError(f"unknown key {key}; known: {', '.join(('in', 'out', *optional))}")
+        if key in values:
+            raise UserError(f"{key} is given twice, {values[key]} and {value}; give it once")
+        values[key] = value
+    if not {"in", "out"} <= values.keys():
+        raise UserError(f"expected in=DIR out=DIR, got {given}")
+    options = {key: read(values[key]) for key, read in optional.items() if key in values}
+    return Path(values["in"]), Path(values["out"]), options
+
+
+def _bytes(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -215,15 +235,15 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    values = _assignments(arguments)
-    import_hf(Path(values["in"]), Path(values["out"]))
+    source, out, options = _assignments(arguments, dtype=str)
+    import_hf(source, out, **options)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
-    values = _assignments(arguments)
-    export_hf(Path(values["in"]), Path(values["out"]))
+    source, out, options = _assignments(arguments, dtype=str, shard_size=_bytes)
+    export_hf(source, out, **options)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -245,17 +265,15 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> None:
-    from btx_nemo.launch.submit import SubmitCommand, submit_command
+    from btx_nemo.launch.submit import submit
 
-    submit_command(
-        SubmitCommand(
-            domains=arguments.domains,
-            runs=arguments.runs,
-            dry_run=arguments.dry_run,
-            local=arguments.local,
-            sbatch=arguments.sbatch,
-            overrides=arguments.passed_on,
-        )
+    submit(
+        arguments.domains,
+        runs_dir=arguments.runs,
+        dry_run=arguments.dry_run,
+        local=arguments.local,
+        sbatch_options=arguments.sbatch,
+        overrides=arguments.passed_on,
     )
 
 

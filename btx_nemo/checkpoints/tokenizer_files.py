@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.checkpoints.reader import read_regular
-from btx_nemo.checkpoints.safetensors import read_json
+from btx_nemo.checkpoints.files import read_json, read_regular
 from btx_nemo.errors import UserError
 
 PATTERNS = (
     "tokenizer*.json",
     "tokenizer.model*",
+    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -37,12 +36,16 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:
-    """Copy the tokenizer's files; returns their names. Raises UserError on a file that is not a regular one."""
+    """Copy the tokenizer's files, from their folder or a lone tokenizer.json of any name; returns their names.
+
+    Raises UserError on a file that is not a regular one.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    files = tokenizer_files(source)
-    for path in files:
-        (out / path.name).write_bytes(read_regular(path, MAX_BYTES))
-    return [path.name for path in files]
+    lone = {"tokenizer.json": source} if source.is_file() else {}
+    files = lone or {path.name: path for path in tokenizer_files(source)}
+    for name, path in files.items():
+        (out / name).write_bytes(read_regular(path, MAX_BYTES))
+    return list(files)
 
 
 def save_tokenizer(source: Path, out: Path) -> None:
@@ -76,6 +79,18 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
     return ids
 
 
+def vocabulary_difference(mine: dict[str, int] | None, theirs: dict[str, int] | None) -> str | None:
+    """`token 'x' is id 3 but id 4`: the first token that two vocabularies number differently; None without one.
+
+    A vocabulary that is not known (None) differs from none.
+    """
+    if mine is None or theirs is None or mine == theirs:
+        return None
+    token = next(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
+    shown = [f"id {table[token]}" if token in table else "missing" for table in (mine, theirs)]
+    return f"token {token!r} is {shown[0]} but {shown[1]}"
+
+
 def special_ids(folder: Path) -> dict[str, Any]:
     """bos, eos and pad token ids as the tokenizer's own files name them; empty without them."""
     path = folder / "tokenizer_config.json"
@@ -89,8 +104,3 @@ def special_ids(folder: Path) -> dict[str, Any]:
         content = token.get("content") if isinstance(token, dict) else token
         result[f"{kind}_token_id"] = ids.get(content) if isinstance(content, str) else None
     return result
-
-
-def write_json(path: Path, table: Any) -> None:
-    """Write a small JSON file, indented, in the given order."""
-    path.write_text(json.dumps(table, indent=2) + "\n")

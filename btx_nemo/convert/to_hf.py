@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
+from btx_nemo.checkpoints.files import write_json
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, write_json
-from btx_nemo.convert.checkpoint import OVERHEAD_BYTES, check_dtype, facts, stream
+from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
+from btx_nemo.convert.checkpoint import OVERHEAD_BYTES, check_dtype, check_shard_size, facts, stream
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import get_family, hf_config
 from btx_nemo.families.source import Source, open_source
@@ -30,6 +31,7 @@ def export_hf(
     `dtype` casts; None keeps what is stored. Raises UserError and leaves nothing behind.
     """
     check_dtype(dtype)
+    check_shard_size(shard_size)
     refuse_existing(Path(out))
     source = open_source(src, "ckpt")
     if source.kind != "megatron":
@@ -38,10 +40,10 @@ def export_hf(
     plan.check()
     with atomic_dir(out, plan.nbytes + OVERHEAD_BYTES) as folder:
         sink = SafetensorsSink(folder, {job.target: job.info for job in plan.jobs}, shard_size)
-        stream(plan, source, sink, "export", workers)
+        stream(plan, [source], sink, "export", workers=workers)
         copy_tokenizer(source.tokenizer, folder)
         write_json(folder / "config.json", hf_config(source.config, dtype or source.dtype, source.base))
-        write_manifest(folder, kind="export", extra=facts(source, plan))
+        write_manifest(folder, kind="export", extra=facts([source], plan))
 
 
 def export_plan(source: Source, dtype: str | None = None) -> Plan:

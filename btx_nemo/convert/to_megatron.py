@@ -33,10 +33,10 @@ def import_hf(src: str | Path, out: str | Path, *, dtype: str | None = None, wor
     check_tied(source)
     with atomic_dir(out, plan.nbytes + OVERHEAD_BYTES) as folder:
         sink = DistSink(folder, {job.target: job.info for job in plan.jobs})
-        stream(plan, source, sink, "import", workers)
+        stream(plan, [source], sink, "import", workers=workers)
         save_model_config(source.config, folder)
         save_tokenizer(source.tokenizer, folder / "tokenizer")
-        write_manifest(folder, kind="import", extra=facts(source, plan))
+        write_manifest(folder, kind="import", extra=facts([source], plan))
 
 
 def import_plan(source: Source, dtype: str | None = None) -> Plan:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from btx_nemo.checkpoints.tokenizer_files import vocabulary
+from btx_nemo.checkpoints.tokenizer_files import vocabulary, vocabulary_difference
 from btx_nemo.convert.logits import hf_logits, megatron_logits
 from btx_nemo.errors import CheckFailed, UserError
 from btx_nemo.families.source import Source, check_tied, open_source
@@ -146,14 +146,12 @@ def _check_vocabularies(a: Source, b: Source) -> None:
             f"{b.folder}: vocab_size={b.config.vocab_size} but {a.folder} has {a.config.vocab_size}; "
             "logits of different vocabularies cannot be compared"
         )
-    mine, theirs = vocabulary(a.tokenizer), vocabulary(b.tokenizer)
-    if mine is None or theirs is None or mine == theirs:
-        return
-    token = next(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
-    raise UserError(
-        f"{b.tokenizer}/tokenizer.json: token {token!r} has id {theirs.get(token, 'none')} but "
-        f"{mine.get(token, 'none')} in {a.tokenizer}; logits of different vocabularies cannot be compared"
-    )
+    difference = vocabulary_difference(vocabulary(b.tokenizer), vocabulary(a.tokenizer))
+    if difference:
+        raise UserError(
+            f"{b.tokenizer}/tokenizer.json: {difference} in {a.tokenizer}; "
+            "logits of different vocabularies cannot be compared"
+        )
 
 
 def _logits(source: Source, tokens_BS: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.checkpoints.atomic import atomic_dir
+from btx_nemo.checkpoints.files import write_json
 from btx_nemo.data.corpora.stdlib import stable_hash
 from btx_nemo.data.prepare import prepare_data
-from btx_nemo.data.publish import disk_errors, publish, sync, write_json
 from btx_nemo.errors import CheckFailed, UserError
 
 DOMAINS = ("math", "code", "prose")
@@ -65,25 +66,23 @@ def build_demo_data(
     held = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
     if foreign := sorted({*held} - {"text", "tokenizer", *DOMAINS}):
         raise UserError(f"{out_dir}: holds {foreign[0]}, which is not the demo's; choose another folder")
-    with disk_errors(out_dir):
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
-        with publish(out_dir, overwrite=overwrite) as scratch:
-            splits = demo_splits(limit)
-            for domain, (train, valid) in splits.items():
-                _write_jsonl(scratch / "text" / domain / "train.jsonl", train)
-                _write_jsonl(scratch / "text" / domain / "valid.jsonl", valid)
-            train_tokenizer([train for train, _ in splits.values()], scratch / "tokenizer", vocab_size)
-            return {
-                domain: prepare_data(
-                    [scratch / "text" / domain / "train.jsonl"],
-                    scratch / "tokenizer",
-                    scratch,
-                    domain,
-                    validation_inputs=[scratch / "text" / domain / "valid.jsonl"],
-                    workers=workers,
-                )
-                for domain in splits
-            }
+    with atomic_dir(out_dir, overwrite=overwrite) as scratch:
+        splits = demo_splits(limit)
+        for domain, (train, valid) in splits.items():
+            _write_jsonl(scratch / "text" / domain / "train.jsonl", train)
+            _write_jsonl(scratch / "text" / domain / "valid.jsonl", valid)
+        train_tokenizer([train for train, _ in splits.values()], scratch / "tokenizer", vocab_size)
+        return {
+            domain: prepare_data(
+                [scratch / "text" / domain / "train.jsonl"],
+                scratch / "tokenizer",
+                scratch,
+                domain,
+                validation_inputs=[scratch / "text" / domain / "valid.jsonl"],
+                workers=workers,
+            )
+            for domain in splits
+        }
 
 
 def _megabytes(size: str | float) -> float:
@@ -204,7 +203,6 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     }
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
         write_json(folder / name, content)
-    sync(folder / "tokenizer.json")
 
 
 def _write_jsonl(path: Path, documents: Sequence[Document]) -> None:
@@ -212,4 +210,3 @@ def _write_jsonl(path: Path, documents: Sequence[Document]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         for name, text in documents:
             stream.write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
-    sync(path)

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.checkpoints.atomic import atomic_dir
+from btx_nemo.checkpoints.files import write_json
 from btx_nemo.config.domains import check_domain
 from btx_nemo.data.encode import Encoded, Job, encode_all
-from btx_nemo.data.progress import byte_progress
-from btx_nemo.data.publish import disk_errors, publish, sync, write_json
 from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
-from btx_nemo.data.tokenizer import copy_tokenizer, load_encoder, tokenizer_hash
+from btx_nemo.data.tokenizer import keep_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
+from btx_nemo.plan.progress import byte_progress
+from btx_nemo.plan.workers import default_workers
 
 FORMAT = 1
 """Version of meta.json."""
@@ -82,39 +84,30 @@ def prepare_data(
         validation_fraction=validation_fraction,
         dtype="uint16" if encoder.vocab_size <= 1 << 16 else "int32",
     )
-    with disk_errors(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
-        if (out_dir / "tokenizer").exists():
-            copy_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
-        with publish(out_dir / domain, overwrite=overwrite) as scratch:
-            tasks = plan_tasks(sources, validation, validation_fraction)
-            results = encode_all(tasks, job, encoder, workers or default_workers())
-            every = [*sources, *(validation or [])]
-            with byte_progress(f"tokenising {domain}", sum(source.size for source in every)) as advance:
-                counts = _write(scratch, zip(tasks, results), job.dtype, advance)
-            _check_counts(counts, inputs, validation_fraction)
-            meta = {
-                "format": FORMAT,
-                "domain": domain,
-                "tokenizer_sha256": tokenizer_hash(tokenizer),
-                "vocab_size": encoder.vocab_size,
-                "eod_id": encoder.eod_id,
-                "append_eod": append_eod,
-                "token_dtype": job.dtype,
-                "validation_fraction": None if validation is not None else validation_fraction,
-                **counts,
-                "sources": [{"path": _source_name(source.path, out_dir), "bytes": source.size} for source in every],
-            }
-            copy_tokenizer(tokenizer, out_dir / "tokenizer")
-            write_json(scratch / "meta.json", meta)
+    if (out_dir / "tokenizer").exists():
+        keep_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
+    with atomic_dir(out_dir / domain, overwrite=overwrite) as scratch:
+        tasks = plan_tasks(sources, validation, validation_fraction)
+        results = encode_all(tasks, job, encoder, workers or default_workers())
+        every = [*sources, *(validation or [])]
+        with byte_progress(sum(source.size for source in every), f"tokenising {domain}") as advance:
+            counts = _write(scratch, zip(tasks, results), job.dtype, advance)
+        _check_counts(counts, inputs, validation_fraction)
+        meta = {
+            "format": FORMAT,
+            "domain": domain,
+            "tokenizer_sha256": tokenizer_hash(tokenizer),
+            "vocab_size": encoder.vocab_size,
+            "eod_id": encoder.eod_id,
+            "append_eod": append_eod,
+            "token_dtype": job.dtype,
+            "validation_fraction": None if validation is not None else validation_fraction,
+            **counts,
+            "sources": [{"path": _source_name(source.path, out_dir), "bytes": source.size} for source in every],
+        }
+        keep_tokenizer(tokenizer, out_dir / "tokenizer")
+        write_json(scratch / "meta.json", meta)
     return meta
-
-
-def default_workers() -> int:
-    """CPUs that this process may use (a Slurm allocation, not the whole node)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _source_name(path: Path, out_dir: Path) -> str:
@@ -171,8 +164,6 @@ def _write(
         advance(sum(piece.end - piece.start for piece in task))
     for split, builder in builders.items():
         builder.finalize(str(scratch / f"{split}.idx"))
-        sync(scratch / f"{split}.bin")
-        sync(scratch / f"{split}.idx")
     return counts
 
 

@@ -6,7 +6,6 @@ with layers or experts. Results depend neither on the number of workers nor on t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -37,9 +36,12 @@ from btx_nemo.plan.expr import (
 )
 from btx_nemo.plan.layout import ITEMSIZE, Box, Layout, TensorInfo, full_box
 from btx_nemo.plan.plan import Job, Plan
+from btx_nemo.plan.workers import default_workers
 
 BLOCK_BYTES = 1 << 20
 """Target bytes that one worker makes at a time: with its parts it stays in the CPU's cache (scripts/bench_mix.py)."""
+MAX_THREADS = 8
+"""Threads that are used unless told otherwise, at most: more do not read or write faster."""
 
 
 class TensorReader(Protocol):
@@ -246,7 +248,7 @@ def execute(
             stop.set()
             raise
 
-    with ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="btx-mix") as pool:
+    with ThreadPoolExecutor(workers or default_workers(MAX_THREADS), thread_name_prefix="btx-mix") as pool:
         futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -287,11 +289,6 @@ def _run_parts(
 
 def _is_fresh(job: Job) -> bool:
     return isinstance(job.expr, FRESH)
-
-
-def default_workers() -> int:
-    """Threads that a mix uses unless told otherwise: the CPUs this process may use, at most eight."""
-    return max(1, min(8, len(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else 4
 
 
 def peak_memory_bound(plan: Plan, workers: int) -> int:

@@ -175,7 +175,7 @@ def test_errors_and_overwriting(demo: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="x: holds thesis.tex"):
+    with pytest.raises(UserError, match="x: holds thesis"):
         build_demo_data(tmp_path / "x", size=SIZE, overwrite=True)
     (tmp_path / "x" / "thesis.tex").rename(tmp_path / "x" / "text")
     build_demo_data(tmp_path / "x", size=SIZE, overwrite=True, workers=1)

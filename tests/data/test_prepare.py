@@ -225,7 +225,7 @@ def test_existing_output_and_another_tokenizer_are_refused(tmp_path: Path, token
     run = {"inputs": [tmp_path / "in"], "out_dir": tmp_path / "out", "workers": 1, "validation_fraction": 0.3}
     prepare_data(tokenizer=tokenizer, domain="a", **run)
     before = (tmp_path / "out/a/train.bin").read_bytes()
-    with pytest.raises(UserError, match="exists.*--overwrite"):
+    with pytest.raises(UserError, match=r"exists.*--overwrite"):
         prepare_data(tokenizer=tokenizer, domain="a", **run)
     other = byte_tokenizer(tmp_path / "other", extra=1)
     with pytest.raises(UserError, match="another tokenizer"):
@@ -256,7 +256,7 @@ def test_killed_run_leaves_no_domain_and_the_next_one_cleans_up(tmp_path: Path, 
     assert child.stdout is not None and child.stdout.readline() == b"ready\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert not (tmp_path / "out/d").exists() and len(list((tmp_path / "out").glob(".tmp-d.*"))) == 1
+    assert not (tmp_path / "out/d").exists() and len(list((tmp_path / "out").glob(".d.tmp-*"))) == 1
     time.sleep(0.1)
     prepare_data([tmp_path / "in"], tokenizer, tmp_path / "out", "d", workers=1, validation_fraction=0.3)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["d", "tokenizer"]
