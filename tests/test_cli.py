@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -94,6 +95,14 @@ def test_every_flag_of_prepare_data_arrives(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls.pop() == {"args": args, **plain, "eod_token": "<e>", "overwrite": False}
     main(["prepare-data", "--demo", "--out", "o", "--overwrite"])
     assert calls.pop() == {"args": (Path("o"),), "workers": None, "overwrite": True}
+
+
+def test_import_and_export_take_a_dtype(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    chain = (("import", world.dense, "a", "bfloat16"), ("export", tmp_path / "a", "b", "float16"))
+    for command, source, name, dtype in chain:
+        ended = commands.run(command, f"in={source}", f"out={tmp_path / name}", f"dtype={dtype}")
+        assert (ended.code, ended.err) == (0, "")
+        assert json.loads(commands.run("inspect", tmp_path / name, "--json").out)["dtype"] == dtype
 
 
 def test_a_broken_configuration_file(commands: CommandServer, tmp_path: Path) -> None:

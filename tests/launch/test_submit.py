@@ -12,7 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from btx_testing.commands import CommandServer
+from btx_testing.mixing import SMALL
+from btx_testing.models import make_llama
+from btx_testing.tensors import load_folder, same_bits
 
+from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
 from btx_nemo.launch import submit as module
 from btx_nemo.launch.submit import plan, scripts_dir, submit
@@ -109,6 +114,24 @@ def test_whole_pipeline_here_and_again(runs: Path, capfd: pytest.CaptureFixture[
     submit(["math", "code"], runs_dir=runs)
     assert "nothing to do" in capfd.readouterr().out
     assert len((runs / "joint" / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def test_settings_of_the_export_arrive_at_the_command(tmp_path: Path, commands: CommandServer) -> None:
+    runs = tmp_path / "runs"
+    folder = make_llama(tmp_path / "hf", **SMALL)
+    import_hf(folder, runs / "joint" / "checkpoints" / "step_00000001")
+    (runs / "joint" / "latest").write_text("step_00000001\n")
+    (runs / "joint" / "DONE").touch()
+    finish(runs / "expert-math")
+    command = ("submit", "math", "--local", "--runs", runs, "--")
+    ended = commands.run(*command, "export:dtype=fp7")
+    assert ended.code == 2 and "dtype=fp7: unknown; known: float32" in ended.err
+    ended = commands.run(*command, "export:dtype=bfloat16", "export:shard_size=20000", "steps=7")
+    assert ended.code == 0, ended.err
+    exported = load_folder(runs / "export")
+    assert {str(tensor.dtype) for tensor in exported.values()} == {"torch.bfloat16"}
+    assert same_bits(exported, {name: tensor.bfloat16() for name, tensor in load_folder(folder).items()})
+    assert len(list((runs / "export").glob("*.safetensors"))) > 1
 
 
 def test_a_failing_script_is_named_and_ends_it(runs: Path) -> None:
