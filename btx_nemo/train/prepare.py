@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
-from btx_nemo.checkpoints.tokenizer_files import tokenizer_files
+from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
@@ -22,7 +22,7 @@ from btx_nemo.routers import check_router
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source
 
-MAY_CHANGE = ("layout", "micro_batch_size", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out")
+MAY_CHANGE = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out")
 """Keys that a resumed run may change: none of them changes what is computed."""
 
 
@@ -65,7 +65,7 @@ def prepare(config: TrainConfig) -> Prepared:
     )
     _check_tokens(config, source)
     out = Path(config.out)
-    _check_out(out, config)
+    _check_out(out, config, balanced=source.model.moe is not None and config.router.loss != "none")
     return Prepared(out=out, source=source, tokenizer=_tokenizer(config, source))
 
 
@@ -93,6 +93,11 @@ def _check_stage(config: TrainConfig, source: ModelSource) -> None:
         check_router(moe.router, config.router.loss)
         if not 1 <= moe.top_k <= moe.num_experts:
             raise UserError(f"moe.top_k={moe.top_k}: must lie between 1 and the {moe.num_experts} experts")
+        if moe.top_k == 1 < moe.num_experts:
+            raise UserError(
+                "moe.top_k=1: the softmax over one kept logit is always 1, so the router would learn nothing from the "
+                "loss; mix with top_k=2 or more"
+            )
 
 
 def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
@@ -101,10 +106,10 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
         raise UserError(
             f"data.path={path}: no such folder; prepare one with btx-nemo prepare-data (or --demo), or set BTX_DATA"
         )
-    domains = list_domains(path)
-    wanted = [config.domain] if config.domain else list(data.blend)
-    check_data(path, [*wanted, *data.valid] or domains, source.model.vocab_size)
-    normalise_weights(dict.fromkeys(domains, 1.0) | ({} if config.domain else data.blend), domains)
+    _check_vocabulary(path, source)
+    blend, valid = blend_of(config)
+    check_data(path, [*blend, *valid], source.model.vocab_size)
+    normalise_weights(blend, list_domains(path))
     if not 1 < data.seq_length <= source.model.max_position_embeddings:
         raise UserError(
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "
@@ -114,7 +119,26 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
         raise UserError(f"data.seq_length={data.seq_length}: sequence parallelism needs a multiple of tp")
 
 
-def _check_out(out: Path, config: TrainConfig) -> None:
+def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
+    """Raw weights of the training domains, and the domains to validate on."""
+    domains = list_domains(Path(config.data.path))
+    blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
+    return blend, config.data.valid or domains
+
+
+def _check_vocabulary(data: Path, source: ModelSource) -> None:
+    """Every token of the data has the same id in the model's tokenizer, where both are known."""
+    theirs = vocabulary(data / "tokenizer")
+    ours = vocabulary(source.tokenizer) if source.tokenizer else None
+    for token, number in (theirs or {}).items():
+        if ours and ours.get(token) != number:
+            raise UserError(
+                f"data.path={data}: token {token!r} is {number} there but {ours.get(token, 'unknown')} in "
+                f"{source.tokenizer}; prepare the data with the model's tokenizer"
+            )
+
+
+def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
     """A new folder, or the one of this very run."""
     if not out.exists():
         return
@@ -129,8 +153,10 @@ def _check_out(out: Path, config: TrainConfig) -> None:
         before = None
     if not isinstance(before, dict):
         raise UserError(f"{resolved}: damaged; choose another out, or put back the file that the run was started with")
+    # The balance loss is a micro-batch's own, so a mixture with one depends on its size.
+    may_change = MAY_CHANGE if balanced else (*MAY_CHANGE, "micro_batch_size")
     for key, value in dataclasses.asdict(config).items():
-        if key not in MAY_CHANGE and key in before and before[key] != value:
+        if key not in may_change and key in before and before[key] != value:
             raise UserError(
                 f"out={out}: was started with {key}={before[key]}, now {key}={value}; "
                 "resume with the old value, or choose another out"

@@ -6,7 +6,7 @@ Shape suffixes: B micro-batch, S sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,10 @@ class StepResult:
     """Global gradient norm before clipping."""
     ok: bool
     """False when Megatron skipped the step, as it does with a loss scale (fp16)."""
+    lr: float
+    """Learning rate of this step."""
+    stop: bool
+    """Whether any rank was asked to stop."""
 
     @property
     def finite(self) -> bool:
@@ -75,20 +79,33 @@ def _run_schedule(
     )
 
 
-def _mean_loss(outputs: list[dict[str, Tensor]]) -> float:
-    """Mean per token over all micro-batches and ranks; only the last pipeline stage has outputs."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device())
+def _mean_loss(outputs: list[dict[str, Tensor]], flag: bool = False) -> tuple[float, bool]:
+    """Mean per token over all micro-batches and ranks, and whether `flag` is set on any rank. Collective.
+
+    Only the last pipeline stage has outputs. The flag rides along: a step waits for the device once.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device())
     for output in outputs:
-        sums += torch.stack([output["total"].double(), output["count"].double()])
+        sums[:2] += torch.stack([output["total"].double(), output["count"].double()])
+    sums[2] += flag
     dist.all_reduce(sums)
-    total, count = sums.tolist()
-    return total / max(count, 1.0)
+    total, count, flags = sums.tolist()
+    return total / max(count, 1.0), flags > 0
 
 
 def train_step(
-    trainee: Trainee, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int
+    trainee: Trainee,
+    batches: Iterator,
+    *,
+    microbatches: int,
+    micro_batch_size: int,
+    seq_length: int,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate."""
+    """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate.
+
+    `stop_asked` is this rank's answer at the end of the step; the result says whether any rank's was yes.
+    """
     trainee.wrapped.train()
     trainee.wrapped.zero_grad_buffer()
     trainee.optimizer.zero_grad()
@@ -100,10 +117,12 @@ def train_step(
         seq_length=seq_length,
         forward_only=False,
     )
+    lr = trainee.scheduler.get_lr({})
     ok, grad_norm, _ = trainee.optimizer.step()
     if ok:
         trainee.scheduler.step(increment=1)
-    return StepResult(loss=_mean_loss(outputs), grad_norm=float(grad_norm or 0.0), ok=bool(ok))
+    loss, stop = _mean_loss(outputs, stop_asked())
+    return StepResult(loss=loss, grad_norm=float(grad_norm or 0.0), ok=bool(ok), lr=lr, stop=stop)
 
 
 def mean_validation_loss(
@@ -120,4 +139,4 @@ def mean_validation_loss(
             seq_length=seq_length,
             forward_only=True,
         )
-    return _mean_loss(outputs)
+    return _mean_loss(outputs)[0]

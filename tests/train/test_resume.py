@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,6 @@ def test_two_runs_are_one_run(world: TinyWorld, commands: CommandServer, whole: 
 
 def test_sigkill_between_two_checkpoints(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     """The real command in its own interpreter."""
-    import subprocess
     import sys
 
     ok(commands.run(*world.arguments("tiny_expert", tmp_path / "whole", **LONG)))
@@ -118,6 +118,45 @@ def test_killed_at_one_exact_place(
     assert_same_run(out, whole)
     assert temporaries(out) == temporaries(out / "checkpoints") == []
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000012"]  # keep=1
+
+
+def test_an_abandoned_future_does_not_push_out_the_present(
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+) -> None:
+    """Step 8 is whole but not yet `latest`; the run starts again from 4 and is stopped at 6, with keep=1."""
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out)
+    assert commands.run(*arguments, before=f"{DEATH}{CHECKPOINT}:_point_to:2").code == -signal.SIGKILL
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
+    assert commands.run(*arguments, before=f"btx_testing.death:term_at?{RUN}:train_step:2").code == 75
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000006"]
+    ok(commands.run(*arguments))
+    assert_same_run(out, whole)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "disk" / "run"
+    out.parent.mkdir()
+    size = sum(path.stat().st_size for path in (whole / "checkpoints").rglob("*") if path.is_file())
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size) + 300_000}", "tmpfs", out.parent])
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small tmpfs (root)")
+    try:
+        arguments = world.arguments("tiny_expert", out)
+        ended = commands.run(*arguments)
+        assert ended.code == 2, ended.err
+        assert (
+            "the disk or a quota is full, a checkpoint could not be saved; the previous one is as it was" in ended.err
+        )
+        assert saved_step(out) == 4
+        assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000004"]
+        subprocess.run(["mount", "-o", "remount,size=200M", out.parent], check=True)
+        ok(commands.run(*arguments))
+        assert_same_run(out, whole)
+    finally:
+        subprocess.run(["umount", out.parent], check=True)
 
 
 def test_killed_while_megatron_writes(world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path) -> None:
