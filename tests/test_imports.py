@@ -104,3 +104,8 @@ def test_only_the_command_line_exits(module: str) -> None:
     tree = ast.parse((PACKAGE / module).read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not calls & {"sys.exit", "exit", "quit"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m not in ("megatron/platform.py", "doctor.py")])
+def test_one_module_asks_what_the_device_is(module: str) -> None:
+    assert "torch.cuda" not in (PACKAGE / module).read_text()

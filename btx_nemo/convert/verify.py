@@ -78,7 +78,7 @@ def verify(a: Path, b: Path, *, tolerance: float | None = None) -> None:
     _check_vocabularies(*sources)
     positions = min(source.config.max_position_embeddings for source in sources)
     tokens = probe_tokens(sources[0].config.vocab_size, min(LENGTH, positions))
-    with _quiet_transformers():
+    with quiet_transformers():
         found = compare_logits(*(_logits(source, tokens) for source in sources))
     if tolerance is None:
         tolerance = max(1e-4, FP32_NOISE * found.magnitude) if math.isfinite(found.magnitude) else 1e-4
@@ -163,7 +163,7 @@ def _logits(source: Source, tokens_BS: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No bars of transformers' own where nobody watches them."""
     from transformers.utils import logging
 
