@@ -35,7 +35,7 @@ btx_check_domain() {
   local LC_ALL=C # elsewhere a-z may hold capitals and accents
   [[ $1 =~ ^[a-z][a-z0-9_-]*$ ]] ||
     btx_die 2 "domain '$1': only a-z, 0-9, _ and - are allowed, a letter first; rename the domain"
-  [[ ! $1 =~ ^(seed|generalist|tokenizer)$ ]] || btx_die 2 "domain '$1': has another meaning; rename the domain"
+  [[ ! $1 =~ ^(seed|generalist|tokenizer|text)$ ]] || btx_die 2 "domain '$1': has another meaning; rename the domain"
 }
 btx_check_overrides() { # reserved-keys override...: the script decides these, and looks for DONE there
   local key reserved=$1 override

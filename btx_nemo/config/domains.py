@@ -8,7 +8,7 @@ from btx_nemo.errors import UserError
 
 DOMAIN = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 """`slurm/common.sh` has the same."""
-RESERVED = ("seed", "generalist", "tokenizer")
+RESERVED = ("seed", "generalist", "tokenizer", "text")
 """Names with a meaning of their own in a mix or a data folder."""
 
 

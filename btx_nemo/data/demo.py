@@ -8,6 +8,7 @@ out_dir/<domain>/...                         as `prepare_data` writes it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from btx_nemo.checkpoints.atomic import atomic_dir
 from btx_nemo.checkpoints.files import write_json
 from btx_nemo.data.corpora.stdlib import stable_hash
-from btx_nemo.data.prepare import prepare_data
+from btx_nemo.data.prepare import DOMAIN_FILES, prepare_data
+from btx_nemo.data.sources import SPLITS
 from btx_nemo.errors import CheckFailed, UserError
 
 DOMAINS = ("math", "code", "prose")
@@ -63,9 +65,8 @@ def build_demo_data(
         out_dir.rmdir()
     if out_dir.exists() and not overwrite:
         raise UserError(f"{out_dir}: exists; choose another folder, or pass --overwrite")
-    held = [path.name for path in out_dir.iterdir()] if out_dir.is_dir() else []
-    if foreign := sorted({*held} - {"text", "tokenizer", *DOMAINS}):
-        raise UserError(f"{out_dir}: holds {foreign[0]}, which is not the demo's; choose another folder")
+    if foreign := _foreign(out_dir):
+        raise UserError(f"{out_dir}: holds {foreign}, which is not the demo's; choose another folder")
     with atomic_dir(out_dir, overwrite=overwrite) as scratch:
         splits = demo_splits(limit)
         for domain, (train, valid) in splits.items():
@@ -83,6 +84,25 @@ def build_demo_data(
             )
             for domain in splits
         }
+
+
+def _foreign(out_dir: Path) -> str | None:
+    """The first thing in a folder that `build_demo_data` did not write; None without one."""
+    ours = {f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")}
+    for domain in DOMAINS:
+        ours |= {f"{domain}/{name}" for name in DOMAIN_FILES}
+        ours |= {f"text/{domain}/{split}.jsonl" for split in SPLITS}
+    folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
+    for root, below, files in os.walk(out_dir):
+        inside = Path(root).relative_to(out_dir)
+        for name in sorted(below):
+            path = (inside / name).as_posix()
+            if path not in folders or (Path(root) / name).is_symlink():
+                return path
+        for name in sorted(files):
+            if (inside / name).as_posix() not in ours:
+                return (inside / name).as_posix()
+    return None
 
 
 def _megabytes(size: str | float) -> float:

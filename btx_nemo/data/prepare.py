@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.atomic import atomic_dir
-from btx_nemo.checkpoints.files import write_json
+from btx_nemo.checkpoints.files import read_json, write_json
 from btx_nemo.config.domains import check_domain
 from btx_nemo.data.encode import Encoded, Job, encode_all
 from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
@@ -24,6 +24,8 @@ from btx_nemo.plan.workers import default_workers
 
 FORMAT = 1
 """Version of meta.json."""
+DOMAIN_FILES = ("meta.json", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
+"""All that a domain's folder holds."""
 
 
 def prepare_data(
@@ -123,6 +125,19 @@ def _check_arguments(domain: str, workers: int | None, fraction: float, target: 
         raise UserError(f"--validation-fraction {fraction}: must lie between 0 and 1")
     if target.exists() and not overwrite:
         raise UserError(f"{target}: exists; choose another name or folder, or pass --overwrite")
+    if os.path.lexists(target):
+        check_replaceable(target)
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise UserError unless `target` is a domain that `prepare_data` wrote, and nothing else: it will be deleted."""
+    remedy = "so --overwrite leaves it; choose another name or folder, or move it away"
+    if target.is_symlink() or not target.is_dir() or not (target / "meta.json").is_file():
+        raise UserError(f"{target}: is no domain that prepare-data wrote, {remedy}")
+    if foreign := sorted({path.name for path in target.iterdir()} - {*DOMAIN_FILES}):
+        raise UserError(f"{target}: holds {foreign[0]!r}, which is not the domain's, {remedy}")
+    if not {"format", "domain", "tokenizer_sha256"} <= read_json(target / "meta.json").keys():
+        raise UserError(f"{target}: its meta.json is not of prepare-data, {remedy}")
 
 
 def _validation_sources(given: Sequence[Path] | None, train: list[Source], pattern: str) -> list[Source] | None:

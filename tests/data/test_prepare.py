@@ -239,6 +239,36 @@ def test_existing_output_and_another_tokenizer_are_refused(tmp_path: Path, token
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "tokenizer"]
 
 
+def test_overwrite_deletes_nothing_but_a_domain(tmp_path: Path, tokenizer: Path) -> None:
+    write_folder(tmp_path / "in", 6)
+    out = tmp_path / "out"
+    run = {"inputs": [tmp_path / "in"], "out_dir": out, "workers": 1, "validation_fraction": 0.3}
+    prepare_data(tokenizer=tokenizer, domain="good", **run)
+    (out / "thesis").mkdir()
+    (out / "thesis/thesis.txt").write_text("years")
+    (out / "foreign").mkdir()
+    (out / "foreign/meta.json").write_text('{"title": "mine"}')
+    (out / "file").write_text("x")
+    (out / "empty").mkdir()
+    os.symlink("good", out / "link")
+    os.symlink("nowhere", out / "dangling")
+    (out / "good/notes.txt").write_text("x")
+
+    def held() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    before = held()
+    for domain in ("thesis", "foreign", "file", "empty", "link", "dangling", "good"):
+        with pytest.raises(UserError, match=f"out/{domain}: .*so --overwrite leaves it"):
+            prepare_data(tokenizer=tokenizer, domain=domain, overwrite=True, **run)
+    for domain in ("text", "tokenizer"):
+        with pytest.raises(UserError, match="has another meaning"):
+            prepare_data(tokenizer=tokenizer, domain=domain, overwrite=True, **run)
+    assert held() == before
+    (out / "good/notes.txt").unlink()
+    prepare_data(tokenizer=tokenizer, domain="good", overwrite=True, **run)
+
+
 def test_killed_run_leaves_no_domain_and_the_next_one_cleans_up(tmp_path: Path, tokenizer: Path) -> None:
     write_folder(tmp_path / "in", 6)
     program = (
