@@ -133,6 +133,32 @@ def check_finite(tensor: torch.Tensor, box: Box, name: str, where: str) -> None:
     )
 
 
+def may_overflow(expr: Expr, sources: Mapping[str, Layout], info: TensorInfo) -> bool:
+    """Whether finite sources can give a result that is not: it is fresh or a mean, or a cast narrows its range."""
+
+    def computed(part: Expr) -> bool:
+        if isinstance(part, (Slice, Index)):
+            return computed(part.of)
+        if isinstance(part, (Concat, Stack)):
+            return any(map(computed, part.parts))
+        return isinstance(part, (Mean, *FRESH))
+
+    return computed(expr) or infer(expr, sources, info).dtype != info.dtype
+
+
+def check_result(tensor: torch.Tensor, target: str, start: tuple[int, ...]) -> None:
+    """Raise UserError naming target and index when a result that begins at index `start` is not finite."""
+    if all_finite(tensor):
+        return
+    local = torch.nonzero(~torch.isfinite(tensor))[0].tolist()
+    index = [low + i for low, i in zip(start, local, strict=True)]
+    name = str(tensor.dtype).removeprefix("torch.")
+    raise UserError(
+        f"target tensor {target!r} would hold a value beyond the range of {name} at index {index}; choose another "
+        "dtype (dtype=bfloat16 or dtype=float32), or, where sources hold values that large, train them again"
+    )
+
+
 class Evaluator:
     """Evaluates expressions into given memory; one per thread."""
 
@@ -218,6 +244,8 @@ def evaluate(
     part = crop(push_down(expr, sources, info), box, sources, info)
     out = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(info.dtype))
     Evaluator(readers, sources, seed).into(part, out, info, target)
+    if may_overflow(expr, sources, info):
+        check_result(out, target, tuple(low for low, _ in box))
     return out
 
 
@@ -273,6 +301,7 @@ def _run_parts(
             return
         if job is not current:
             current, pushed = job, push_down(job.expr, evaluator.sources, job.info)
+            risky = may_overflow(pushed, evaluator.sources, job.info)
             whole = (
                 evaluate(pushed, evaluator.readers, job.info, job.target, evaluator.seed) if _is_fresh(job) else None
             )
@@ -282,6 +311,8 @@ def _run_parts(
                 out.copy_(whole[tuple(slice(low, high) for low, high in box)])
             else:
                 evaluator.into(crop(pushed, box, evaluator.sources, job.info), out, job.info, job.target)
+                if risky:
+                    check_result(out, job.target, tuple(low for low, _ in box))
             sink.write(job.target, box, out)
         if progress is not None:
             progress(prod(shape) * ITEMSIZE[job.info.dtype])
