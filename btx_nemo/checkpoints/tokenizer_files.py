@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.checkpoints.files import read_json, read_regular
+from btx_nemo.checkpoints.files import open_regular, read_json, read_regular
 from btx_nemo.errors import UserError
 
 PATTERNS = (
@@ -33,6 +33,17 @@ def tokenizer_files(folder: Path) -> list[Path]:
         return []
     names = sorted(name for name in os.listdir(folder) if any(fnmatch.fnmatch(name, p) for p in PATTERNS))
     return [folder / name for name in names]
+
+
+def check_tokenizer(folder: Path) -> int:
+    """Bytes of the files that a tokenizer's copy takes (config.json too). Raises UserError on one that is no file."""
+    total = 0
+    config = folder / "config.json"
+    for path in [*tokenizer_files(folder), *([config] if os.path.lexists(config) else [])]:
+        fd = open_regular(path)
+        total += os.fstat(fd).st_size
+        os.close(fd)
+    return total
 
 
 def copy_tokenizer(source: Path, out: Path) -> list[str]:
@@ -89,6 +100,35 @@ def vocabulary_difference(mine: dict[str, int] | None, theirs: dict[str, int] | 
     token = next(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
     shown = [f"id {table[token]}" if token in table else "missing" for table in (mine, theirs)]
     return f"token {token!r} is {shown[0]} but {shown[1]}"
+
+
+SECTIONS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""What else of tokenizer.json decides how text becomes ids and back; truncation and padding do not."""
+
+
+def behaviour_differences(mine: Path, theirs: Path) -> list[str]:
+    """Names of the parts in which two folders' tokenizer.json differ beyond the vocabulary, those of the model first.
+
+    Empty when either has none. Both spellings of merges are equal; what is null, false or empty in a model is not there.
+    """
+    paths = [folder / "tokenizer.json" for folder in (mine, theirs)]
+    if not all(path.exists() for path in paths):
+        return []
+    tables = [read_json(path) for path in paths]
+    models = [_stated(table.get("model")) for table in tables]
+    for model in models:
+        model.pop("vocab", None)
+        merges = model.get("merges")
+        if isinstance(merges, list):
+            model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+    keys = sorted({*models[0], *models[1]})
+    found = [f"model.{key}" for key in keys if models[0].get(key) != models[1].get(key)]
+    return found + [key for key in SECTIONS if (tables[0].get(key) or None) != (tables[1].get(key) or None)]
+
+
+def _stated(model: Any) -> dict[str, Any]:
+    """A model's entries that are not null, false or empty: writers differ in whether they name them."""
+    return {key: value for key, value in model.items() if value} if isinstance(model, dict) else {}
 
 
 def special_ids(folder: Path) -> dict[str, Any]:

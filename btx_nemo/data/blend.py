@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.data.indexed import IndexedFile, open_indexed
+from btx_nemo.data.prepare import FORMAT, TOKEN_DTYPES
+from btx_nemo.data.sources import SPLITS
 from btx_nemo.errors import UserError
 
 META = "meta.json"
@@ -39,20 +42,24 @@ def load_meta(data_path: Path, domain: str) -> dict[str, Any]:
     if domain not in known:
         raise UserError(f"data.path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
     path = Path(data_path) / domain / META
-    needed: dict[str, Any] = {
-        "vocab_size": int,
-        "eod_id": (int, type(None)),
-        "tokenizer_sha256": str,
-        "train": dict,
-        "valid": dict,
+    meta = read_json(path)
+    size, eod = meta.get("vocab_size"), meta.get("eod_id")
+    sound = {
+        "format": type(meta.get("format")) is int and meta["format"] == FORMAT,
+        "domain": meta.get("domain") == domain,
+        "tokenizer_sha256": isinstance(meta.get("tokenizer_sha256"), str),
+        "vocab_size": type(size) is int and size > 0,
+        "token_dtype": meta.get("token_dtype") in TOKEN_DTYPES,
     }
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(isinstance(meta[key], kind) for key, kind in needed.items())
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f"{path}: damaged; run prepare-data again")
+    within = eod is None or (type(eod) is int and sound["vocab_size"] and 0 <= eod < size)
+    sound["eod_id"] = "eod_id" in meta and within
+    for split in SPLITS:
+        counts = meta.get(split)
+        sound[split] = isinstance(counts, dict) and all(type(counts.get(key)) is int for key in ("tokens", "documents"))
+    for key, good in sound.items():
+        if not good:
+            shown = repr(meta[key])[:80] if key in meta else "missing"
+            raise UserError(f"{path}: {key} is {shown}, which does not belong there; run prepare-data again")
     return meta
 
 
@@ -83,8 +90,21 @@ def check_data(
             whose = "the model's" if tokenizer_sha256 else f"that of domain {next(iter(metas))!r}"
             raise UserError(f"{where}: its tokenizer differs from {whose}; prepare all data with one tokenizer")
         for split in ("train", "valid"):
-            open_indexed(Path(data_path) / domain / split, vocab_size=vocab_size)
+            indexed = open_indexed(Path(data_path) / domain / split, vocab_size=vocab_size)
+            _check_counts(Path(data_path) / domain / META, split, meta, indexed)
     return metas
+
+
+def _check_counts(path: Path, split: str, meta: dict[str, Any], indexed: IndexedFile) -> None:
+    """Raise UserError when meta.json is not that of the index beside it."""
+    found = {
+        "token_dtype": (meta["token_dtype"], np.dtype(indexed.dtype).name),
+        f"{split}.tokens": (meta[split]["tokens"], indexed.num_tokens),
+        f"{split}.documents": (meta[split]["documents"], len(indexed.lengths)),
+    }
+    for key, (said, held) in found.items():
+        if said != held:
+            raise UserError(f"{path}: {key} is {said} but {split}.idx has {held}; run prepare-data again")
 
 
 def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[str, float]:
@@ -252,7 +272,9 @@ def _drop_damaged_cache(cache: Path) -> None:
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     for path in cache.glob("*.npy"):
-        if not _is_whole_array(path):
+        if path.is_dir():
+            continue
+        if not path.is_file() or not _is_whole_array(path):
             path.unlink(missing_ok=True)
 
 

@@ -24,6 +24,8 @@ from btx_nemo.plan.workers import default_workers
 
 FORMAT = 1
 """Version of meta.json."""
+TOKEN_DTYPES = ("uint16", "int32")
+"""Of the ids in `.bin`: the first while the vocabulary fits."""
 DOMAIN_FILES = ("meta.json", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
 """All that a domain's folder holds."""
 
@@ -84,7 +86,7 @@ def prepare_data(
         append_eod=append_eod,
         text_key=text_key,
         validation_fraction=validation_fraction,
-        dtype="uint16" if encoder.vocab_size <= 1 << 16 else "int32",
+        dtype=TOKEN_DTYPES[encoder.vocab_size > 1 << 16],
     )
     if (out_dir / "tokenizer").exists():
         keep_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after

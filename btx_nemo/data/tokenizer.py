@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.atomic import atomic_dir
-from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, tokenizer_files
+from btx_nemo.checkpoints.files import read_json, read_regular
+from btx_nemo.checkpoints.tokenizer_files import MAX_BYTES, check_tokenizer, copy_tokenizer, tokenizer_files
 from btx_nemo.errors import EnvironmentLacks, UserError
 
 _VOCABULARIES = {
@@ -27,7 +27,8 @@ def _files(path: Path) -> dict[str, Path]:
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
         return {"tokenizer.json": path}  # a lone one may have any name
-    files = {file.name: file for file in tokenizer_files(path) if file.is_file()}
+    check_tokenizer(path)
+    files = {file.name: file for file in tokenizer_files(path)}
     if not files.keys() & _VOCABULARIES:
         raise UserError(
             f"--tokenizer {path}: no tokenizer there; give the folder that holds tokenizer.json, or that file"
@@ -41,7 +42,7 @@ def tokenizer_hash(path: Path) -> str:
     names = ["tokenizer.json"] if "tokenizer.json" in files else sorted(files.keys() & _VOCABULARIES)
     digest = hashlib.sha256()
     for name in names:
-        digest.update(files[name].read_bytes())
+        digest.update(read_regular(files[name], MAX_BYTES))
     return digest.hexdigest()
 
 
@@ -124,10 +125,7 @@ def _declared_eos(files: dict[str, Path]) -> list[str]:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if name not in files:
             continue
-        try:
-            token = json.loads(files[name].read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{files[name]}: not a JSON object ({error})") from error
+        token = read_json(files[name]).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             found.append(token)
