@@ -34,8 +34,8 @@ def check_free_space(out: Path, needed: int) -> None:
     free = free_bytes(Path(os.path.abspath(out)))
     if free < needed:
         raise UserError(
-            f"{out}: the result needs {human_bytes(needed)} ({needed} bytes) but {human_bytes(free)} are free; "
-            "free space or choose another place"
+            f"{out}: the result needs up to {human_bytes(needed)} ({needed} bytes), metadata included, but "
+            f"{human_bytes(free)} are free; free space or choose another place"
         )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.manifest import source_facts
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
+from btx_nemo.checkpoints.tokenizer_files import check_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
@@ -15,8 +17,14 @@ from btx_nemo.plan.plan import Plan
 from btx_nemo.plan.progress import byte_progress
 
 DTYPES = ("float32", "bfloat16", "float16")
-OVERHEAD_BYTES = 64 << 20
-"""Room for metadata, tokenizer and the file system's own needs, when free space is checked."""
+
+
+def space_needed(plan: Plan, tokenizer: Path) -> int:
+    """Bytes that a result takes, at most: tensors, the tokenizer's files, 1 MiB + 2 % for metadata and the file system.
+
+    Raises UserError when one of the tokenizer's files cannot be copied.
+    """
+    return plan.nbytes + plan.nbytes // 50 + (1 << 20) + check_tokenizer(tokenizer)
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary, vocabulary_difference
+from btx_nemo.checkpoints.tokenizer_files import (
+    behaviour_differences,
+    tokenizer_files,
+    vocabulary,
+    vocabulary_difference,
+)
 from btx_nemo.config.domains import check_domain
 from btx_nemo.convert.checkpoint import check_dtype, check_shard_size
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
 
+LARGEST_STD = 1e3
 SAME = {
     "family": "family",
     "hidden_size": "hidden_size",
@@ -44,8 +49,12 @@ def check_settings(config: MixConfig) -> None:
         raise UserError(f"top_k={config.top_k} must be at least 1")
     if config.top_k > count:
         raise UserError(f"top_k={config.top_k} exceeds the {count} experts; lower top_k or add experts")
-    if not (math.isfinite(config.router_init_std) and config.router_init_std >= 0):
-        raise UserError(f"router_init_std={config.router_init_std} must be zero or a positive number")
+    if not 0 <= config.router_init_std <= LARGEST_STD:
+        raise UserError(
+            f"router_init_std={config.router_init_std} must be zero or a positive number, at most {LARGEST_STD:g}"
+        )
+    if not 0 <= config.rng_seed < 1 << 63:
+        raise UserError(f"rng_seed={config.rng_seed} must be a whole number from 0 to 2**63 - 1")
     check_dtype(config.dtype)
     check_shard_size(config.shard_size)
     if config.workers is not None and config.workers < 1:
@@ -92,6 +101,12 @@ def check_tokenizers(seed: Source, experts: list[Source]) -> None:
                 "specialists must keep the seed's tokenizer"
             )
         _compare_models(seed, expert)
+        for part in behaviour_differences(expert.tokenizer, seed.tokenizer):
+            if part.startswith("model."):
+                raise UserError(
+                    f"{expert.tokenizer}/tokenizer.json: {part} differs from the seed's {seed.tokenizer}; "
+                    "specialists must keep the seed's tokenizer"
+                )
 
 
 def _compare_models(seed: Source, expert: Source) -> None:
@@ -110,6 +125,9 @@ def warnings(seed: Source, experts: list[Source]) -> list[str]:
     for expert in experts:
         if known != (vocabulary(expert.tokenizer) is not None):
             found.append(f"{seed.folder} and {expert.folder}: only one has tokenizer.json; not compared")
+        for part in behaviour_differences(expert.tokenizer, seed.tokenizer):
+            where = f"{expert.tokenizer}/tokenizer.json: {part} differs from the seed's {seed.tokenizer}"
+            found.append(f"{where}; the mixture takes the seed's")
         if all(torch.equal(_sample(seed, layer), _sample(expert, layer)) for layer in layers):
             found.append(f"{expert.folder}: expert {expert.name} looks bit-equal to the seed; was it trained?")
     return found

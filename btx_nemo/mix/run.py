@@ -10,7 +10,7 @@ from btx_nemo.checkpoints.files import write_json
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
-from btx_nemo.convert.checkpoint import OVERHEAD_BYTES, facts, stream
+from btx_nemo.convert.checkpoint import facts, space_needed, stream
 from btx_nemo.families.base import hf_config
 from btx_nemo.families.source import Source, check_tied, open_source
 from btx_nemo.mix import checks
@@ -76,12 +76,13 @@ def lower(plan: Plan, sources: list[Source]) -> Plan:
             dropped[source.name, tensor] = next(iter(unused))
         for tensor, reason in source.dropped.items():
             dropped[source.name, tensor] = reason
-    return Plan(jobs, {source.name: source.reader.layout() for source in sources}, dropped)
+    layouts = {source.name: source.reader.layout() for source in sources}
+    return Plan(jobs, layouts, dropped, {source.name: str(source.folder) for source in sources})
 
 
 def _write(config: MixConfig, mixture: Mixture, plan: Plan, seed: Source, experts: list[Source], workers: int) -> None:
     targets = {job.target: job.info for job in plan.jobs}
-    with atomic_dir(config.out, plan.nbytes + OVERHEAD_BYTES) as folder:
+    with atomic_dir(config.out, space_needed(plan, seed.tokenizer)) as folder:
         sink = SafetensorsSink(folder, targets, config.shard_size)
         stream(plan, [seed, *experts], sink, "mix", workers=workers, seed=config.rng_seed)
         copy_tokenizer(seed.tokenizer, folder)

@@ -120,7 +120,7 @@ def test_what_goes_wrong_leaves_nothing(tmp_path: Path, which: str, monkeypatch:
         run(tmp_path / "nowhere", tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr(atomic, "free_bytes", lambda path: 10_000)
-        with pytest.raises(UserError, match="the result needs"):
+        with pytest.raises(UserError, match="the result needs up to"):
             run(given, tmp_path / "out")
     wrong = tmp_path / "ckpt" if which == "import" else src
     with pytest.raises(UserError, match=r"already; (im|ex)port takes"):
