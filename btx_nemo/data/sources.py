@@ -46,21 +46,27 @@ def find_sources(inputs: Sequence[Path], pattern: str = "*") -> list[Source]:
     """Files in the order given; folders are walked in sorted order, hidden names and links to folders left out.
 
     Raises:
-        UserError: an input does not exist, is not a regular file, or there is no file at all.
+        UserError: an input does not exist, is not a regular file or is given twice, or there is no file at all.
     """
     paths: list[Path] = []
+    from_input: dict[str, Path] = {}
     for item in map(Path, inputs):
         if item.is_dir():
             found = sorted(_walk(item, pattern), key=lambda path: path.relative_to(item).as_posix())
             if not found:
                 raise UserError(f"{item}: no file in this folder matches {pattern!r}")
-            paths += found
+            new = found
         elif not item.exists():
             raise UserError(f"{item}: no such file or folder")
         elif not stat.S_ISREG(item.stat().st_mode):
             raise UserError(f"{item}: not a regular file")
         else:
-            paths.append(item)
+            new = [item]
+        for path in new:
+            if (real := os.path.realpath(path)) in from_input:
+                raise UserError(f"{path}: given twice, also as {from_input[real]}; name it once")
+        from_input |= {os.path.realpath(path): path for path in new}
+        paths += new
     if not paths:
         raise UserError("inputs: nothing given; name text files, JSONL files or folders")
     unique = {os.path.realpath(path): path for path in reversed(paths)}  # the first spelling of a file given twice

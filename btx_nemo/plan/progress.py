@@ -51,7 +51,8 @@ def _sparse_lines(total: int, label: str) -> Callable[[int], None]:
             state["done"] += count
             tenth = 10 * state["done"] // max(total, 1)
             elapsed = time.monotonic() - begun
-            if tenth > state["tenth"] and elapsed > 2:
+            # no line at the end: the command says what came of it, in one line when that is an error
+            if tenth > state["tenth"] and elapsed > 2 and state["done"] < total:
                 state["tenth"] = tenth
                 rate = state["done"] / elapsed
                 left = (total - state["done"]) / rate

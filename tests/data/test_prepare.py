@@ -172,6 +172,8 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[dict, str]]:
         "missing": ({"inputs": [tmp_path / "nowhere"]}, "nowhere"),
         "nothing": ({"inputs": []}, "nothing given"),
         "fifo": ({"inputs": [tmp_path / "pipe"]}, "not a regular file"),
+        "twice": ({"inputs": [tmp_path / "one.jsonl"] * 2}, "one.jsonl: given twice"),
+        "folder and file": ({"inputs": [tmp_path / "in", tmp_path / "in/0/file00.txt"]}, "file00.txt: given twice"),
         "empty folder": ({"inputs": [tmp_path / "none"]}, "no file"),
         "no tokens": ({"inputs": [tmp_path / "empty.txt", tmp_path / "blank.txt"]}, "no tokens"),
         "not utf-8": ({"inputs": [tmp_path / "latin.txt"]}, "latin.txt:3: not UTF-8"),

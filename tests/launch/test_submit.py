@@ -95,6 +95,21 @@ def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
         submit(["math", domain], runs_dir=runs)
 
 
+@pytest.mark.parametrize("script", ["train_expert.sh", "mix.sh"])
+def test_the_scripts_say_in_one_line_what_is_wrong(script: str, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for domain, folder, message in (
+        ("a\nb", runs, r"domain $'a\nb': only a-z"),
+        ("text", runs, "domain 'text': has another meaning"),
+        ("math", tmp_path / "file/runs", f"BTX_RUNS: '{tmp_path}/file/runs' cannot be made or entered; set BTX_RUNS"),
+    ):
+        environment = {**os.environ, "BTX_RUNS": str(folder), "BTX_LOCAL": "1"}
+        command = ["bash", str(REPO / "slurm" / script), domain]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended.stderr
+        assert message in ended.stderr
+
+
 def test_no_domain_a_repeated_one_and_missing_scripts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no domain"):
         submit([], runs_dir=runs)
