@@ -109,7 +109,7 @@ SECTIONS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "de
 def behaviour_differences(mine: Path, theirs: Path) -> list[str]:
     """Names of the parts in which two folders' tokenizer.json differ beyond the vocabulary, those of the model first.
 
-    Empty when either has none. Both spellings of merges are equal; what is null, false or empty in a model is not there.
+    Empty when either has none. Both spellings of merges are equal; what a model has null, false or empty is not there.
     """
     paths = [folder / "tokenizer.json" for folder in (mine, theirs)]
     if not all(path.exists() for path in paths):

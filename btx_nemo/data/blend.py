@@ -51,7 +51,7 @@ def load_meta(data_path: Path, domain: str) -> dict[str, Any]:
         "vocab_size": type(size) is int and size > 0,
         "token_dtype": meta.get("token_dtype") in TOKEN_DTYPES,
     }
-    within = eod is None or (type(eod) is int and sound["vocab_size"] and 0 <= eod < size)
+    within = eod is None or (type(eod) is int and type(size) is int and 0 <= eod < size)
     sound["eod_id"] = "eod_id" in meta and within
     for split in SPLITS:
         counts = meta.get(split)
