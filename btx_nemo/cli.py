@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -20,6 +21,11 @@ from btx_nemo.errors import BtxError, Stopped, UserError
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
 _ALONE_SECONDS = 5.0
+_PLACES = (
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+)
+"""Errors of the operating system that are about a path the user gave, not about our code."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
         _quiet()
     try:
         parsed.run(parsed)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BtxError as error:
         if parsed.debug:
             raise
@@ -47,9 +54,18 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a place that cannot be read or written, wherever it was met
+        if parsed.debug or error.errno not in _PLACES:
+            raise
+        _say_once(
+            f"btx-nemo {parsed.command}: {str(error.filename or 'output')[:200]}: {os.strerror(error.errno).lower()}; "
+            "choose another place, or mend this one",
+            error,
+        )
+        sys.exit(UserError.exit_code)
 
 
-def _say_once(line: str, error: BtxError) -> None:
+def _say_once(line: str, error: Exception) -> None:
     """Prints an error that all ranks of a job met, once.
 
     The first rank speaks. When it goes down the launcher ends the others; one that is still here after a while met the

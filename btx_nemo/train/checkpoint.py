@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from btx_nemo.checkpoints.atomic import fsync_dir, fsync_tree, write_file
+from btx_nemo.checkpoints.dist_format import read_metadata
 from btx_nemo.checkpoints.manifest import read_manifest, write_manifest
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.errors import UserError
@@ -139,7 +142,7 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
     """Turns "no space left", however Megatron wraps it, into one line; what was written of the checkpoint goes."""
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except (Exception, CheckpointException) as error:
         text = "".join(traceback.format_exception(error))
         if not any(sign in text for sign in FULL):
             raise
@@ -150,12 +153,30 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _refuse_foreign_pickles(folder: Path) -> None:
+    """Megatron unpickles these two files as they are: first see that nothing but data is in them."""
+    read_metadata(folder)
+    common = folder / "common.pt"
+    if common.exists():
+        try:
+            torch.load(common, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise UserError(f"{common}: damaged, or holds more than data; remove {folder} or copy it again") from error
+
+
 def load_checkpoint(folder: Path, trainee: Trainee) -> int:
     """Weights, optimizer and schedule from a checkpoint saved at any layout; returns its step. Collective."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    state = dist_checkpointing.load(_state(trainee, 0, loading=True), str(folder), strict=StrictHandling.RAISE_ALL)
+    _on_first_rank(lambda: _refuse_foreign_pickles(folder))
+    try:
+        state = dist_checkpointing.load(_state(trainee, 0, loading=True), str(folder), strict=StrictHandling.RAISE_ALL)
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        raise UserError(
+            f"{folder}: cannot be read ({type(error).__name__}: {str(error)[:200]}); damaged, or of another model: "
+            f"remove it and put the name of the checkpoint before into {folder.parent.parent / LATEST}"
+        ) from error
     missing, unexpected = trainee.gpt.load_state_dict(state["model"], strict=False)
     if unexpected or any(not key.endswith(EXTRA_STATE) for key in missing):
         raise RuntimeError(f"{folder}: missing {missing}, unexpected {unexpected}")

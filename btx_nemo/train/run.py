@@ -21,6 +21,7 @@ from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.lock import claimed
 from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
 from btx_nemo.train.prepare import Prepared, blend_of, prepare
 from btx_nemo.train.routing import collect_routing, reset_routing, separate_routing
@@ -40,14 +41,14 @@ def train(config: TrainConfig) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{prepared.out}: done already (remove the folder to train again)")
         return
-    with parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
-        _Run(config, prepared, stop).go()
+    with claimed(prepared.out) as made, parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
+        _Run(config, prepared, stop, made_out=made).go()
 
 
 class _Run:
     """The state of one run on one rank."""
 
-    def __init__(self, config: TrainConfig, prepared: Prepared, stop: StopRequest):
+    def __init__(self, config: TrainConfig, prepared: Prepared, stop: StopRequest, *, made_out: bool):
         from megatron.core import parallel_state as mpu
 
         self.config, self.prepared, self.stop = config, prepared, stop
@@ -62,9 +63,8 @@ class _Run:
             dp_size=self.dp_size,
             micro_batch_size=self.micro_batch_size,
         )
-        self.made_out = self.first and not self.out.exists()
+        self.made_out = made_out
         if self.first:
-            self.out.mkdir(parents=True, exist_ok=True)
             save_resolved(config, self.out / "resolved.yaml")
         dist.barrier()
 
