@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -20,6 +21,11 @@ from btx_nemo.errors import BtxError, Stopped, UserError
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
 _ALONE_SECONDS = 5.0
+_PLACES = (
+    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
+)
+"""Errors of the operating system that are about a path the user gave, not about our code."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
         _quiet()
     try:
         parsed.run(parsed)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BtxError as error:
         if parsed.debug:
             raise
@@ -47,9 +54,18 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:  # a place that cannot be read or written, wherever it was met
+        if parsed.debug or error.errno not in _PLACES:
+            raise
+        _say_once(
+            f"btx-nemo {parsed.command}: {str(error.filename or 'output')[:200]}: {os.strerror(error.errno).lower()}; "
+            "choose another place, or mend this one",
+            error,
+        )
+        sys.exit(UserError.exit_code)
 
 
-def _say_once(line: str, error: BtxError) -> None:
+def _say_once(line: str, error: Exception) -> None:
     """Prints an error that all ranks of a job met, once.
 
     The first rank speaks. When it goes down the launcher ends the others; one that is still here after a while met the
@@ -66,7 +82,8 @@ def _say_once(line: str, error: BtxError) -> None:
 
 def _quiet() -> None:
     """Hides what Megatron and torch say of themselves on a machine without a GPU; --debug shows it."""
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+    for logger in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     for module in (r"megatron\..*", r"torch\.distributed\..*", r"btx_nemo\.megatron\.platform"):
         warnings.filterwarnings("ignore", module=module)
 
@@ -111,7 +128,9 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        sub.add_argument("assignments", nargs="+", metavar="in=DIR out=DIR")
+        more = "shard_size=BYTES: largest file; " if name == "export" else ""
+        more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
+        sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
@@ -137,8 +156,11 @@ def _add_prepare_data(command: Callable) -> None:
     sub.add_argument("--out", type=Path, required=True, help="data folder; domains are its subfolders")
     sub.add_argument("--text-key", default="text", help="JSONL key that holds the text (default: text)")
     sub.add_argument("--validation-fraction", type=float, default=0.05, help="share held out (default: 0.05)")
-    sub.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
-    sub.add_argument("--overwrite", action="store_true", help="replace the domain if it is there")
+    sub.add_argument("--workers", type=int, help="processes (default: one per CPU that this process may use)")
+    eod = sub.add_mutually_exclusive_group()
+    eod.add_argument("--eod-token", help="token that ends a document (default: the tokenizer's end of sequence)")
+    eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
+    sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
     sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
 
 
@@ -153,12 +175,30 @@ def _add_submit(command: Callable) -> None:
     sub.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="e.g. --sbatch=--partition=gpu")
 
 
-def _assignments(arguments: argparse.Namespace) -> dict[str, str]:
-    values = dict(a.split("=", 1) for a in arguments.assignments if "=" in a)
-    unknown = sorted(set(values) - {"in", "out"}) + [a for a in arguments.assignments if "=" not in a]
-    if unknown or set(values) != {"in", "out"}:
-        raise UserError(f"expected in=DIR out=DIR, got {' '.join(arguments.assignments)}")
-    return values
+def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
+    """(in, out, options) of `in=DIR out=DIR key=value...`, each option through the function that reads it."""
+    given = " ".join(arguments.assignments)
+    values: dict[str, str] = {}
+    for assignment in arguments.assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not value:
+            raise UserError(f"expected in=DIR out=DIR, got {given}")
+        if key not in ("in", "out", *optional):
+            raise UserError(f"unknown key {key}; known: {', '.join(('in', 'out', *optional))}")
+        if key in values:
+            raise UserError(f"{key} is given twice, {values[key]} and {value}; give it once")
+        values[key] = value
+    if not {"in", "out"} <= values.keys():
+        raise UserError(f"expected in=DIR out=DIR, got {given}")
+    options = {key: read(values[key]) for key, read in optional.items() if key in values}
+    return Path(values["in"]), Path(values["out"]), options
+
+
+def _bytes(value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -187,7 +227,7 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
     if arguments.demo:
         from btx_nemo.data.demo import build_demo_data
 
-        build_demo_data(arguments.out, workers=arguments.workers)
+        build_demo_data(arguments.out, workers=arguments.workers, overwrite=arguments.overwrite)
         return
     missing = [name for name in ("inputs", "domain", "tokenizer") if not getattr(arguments, name)]
     if missing:
@@ -202,6 +242,8 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
         text_key=arguments.text_key,
         workers=arguments.workers,
         validation_fraction=arguments.validation_fraction,
+        append_eod=not arguments.no_eod,
+        eod_token=arguments.eod_token,
         overwrite=arguments.overwrite,
     )
 
@@ -209,15 +251,15 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    values = _assignments(arguments)
-    import_hf(Path(values["in"]), Path(values["out"]))
+    source, out, options = _assignments(arguments, dtype=str)
+    import_hf(source, out, **options)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
-    values = _assignments(arguments)
-    export_hf(Path(values["in"]), Path(values["out"]))
+    source, out, options = _assignments(arguments, dtype=str, shard_size=_bytes)
+    export_hf(source, out, **options)
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
@@ -239,17 +281,15 @@ def _verify(arguments: argparse.Namespace) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> None:
-    from btx_nemo.launch.submit import SubmitCommand, submit_command
+    from btx_nemo.launch.submit import submit
 
-    submit_command(
-        SubmitCommand(
-            domains=arguments.domains,
-            runs=arguments.runs,
-            dry_run=arguments.dry_run,
-            local=arguments.local,
-            sbatch=arguments.sbatch,
-            overrides=arguments.passed_on,
-        )
+    submit(
+        arguments.domains,
+        runs_dir=arguments.runs,
+        dry_run=arguments.dry_run,
+        local=arguments.local,
+        sbatch_options=arguments.sbatch,
+        overrides=arguments.passed_on,
     )
 
 

@@ -46,8 +46,8 @@ print(json.dumps({**facts, "over": (kilobytes("VmHWM") - before) * 1024, "interp
 
 def make_model(folder: Path, size: str, dtype: str, seed: int) -> int:
     """Write a random Llama folder; returns the bytes of its largest tensor."""
+    from btx_nemo.checkpoints.files import write_json
     from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-    from btx_nemo.checkpoints.tokenizer_files import write_json
     from btx_nemo.families.base import get_family, hf_config
     from btx_nemo.families.config import ModelConfig
     from btx_nemo.plan.execute import execute

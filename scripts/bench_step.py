@@ -141,21 +141,21 @@ def our_loop(config: TrainConfig, trainee: Any, root: Path) -> Iterator[None]:
     bar = TrainProgress(total=config.steps, done=0, name="", tokens_per_step=tokens, show=False, every=LOG_EVERY)
     step, load = 0, ""
     while True:
+        reset_routing(trainee.gpt)
         result = train_step(
             trainee,
             data,
             microbatches=microbatches,
             micro_batch_size=config.micro_batch_size,
             seq_length=config.data.seq_length,
+            stop_asked=lambda: stop.asked,
         )
         step += 1
         if step % LOG_EVERY == 0:
             routing = collect_routing(trainee.gpt, config.model)
-            reset_routing(trainee.gpt)
             metrics.write({"step": step, "loss": result.loss, "load": routing.load if routing else None})
             load = load_bars(routing.load) if routing else ""
         bar.update(step, f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{load}")
-        stop.agreed()
         yield
 
 

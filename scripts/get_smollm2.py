@@ -49,8 +49,7 @@ def convert(gguf: Path, out: Path, dtype: str) -> None:
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
-    from btx_nemo.checkpoints.safetensors import read_json
-    from btx_nemo.checkpoints.tokenizer_files import write_json
+    from btx_nemo.checkpoints.files import read_json, write_json
 
     refuse_existing(out)
     try:

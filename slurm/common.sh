@@ -34,7 +34,8 @@ btx_integer() { # name value: arithmetic on an unchecked string would run what i
 btx_check_domain() {
   local LC_ALL=C # elsewhere a-z may hold capitals and accents
   [[ $1 =~ ^[a-z][a-z0-9_-]*$ ]] ||
-    btx_die 2 "domain '$1': only a-z, 0-9, _ and - are allowed, a letter first; rename the domain"
+    btx_die 2 "domain ${1@Q}: only a-z, 0-9, _ and - are allowed, a letter first; rename the domain"
+  [[ ! $1 =~ ^(seed|generalist|tokenizer|text)$ ]] || btx_die 2 "domain '$1': has another meaning; rename the domain"
 }
 btx_check_overrides() { # reserved-keys override...: the script decides these, and looks for DONE there
   local key reserved=$1 override
@@ -43,7 +44,7 @@ btx_check_overrides() { # reserved-keys override...: the script decides these, a
     key=${override%%=*}
     key=${key#"${key%%[!+~]*}"}
     [[ " $reserved " != *" $key "* ]] ||
-      btx_die 2 "override '$override': this script sets $key itself; choose the folder with BTX_RUNS, or use btx-nemo directly"
+      btx_die 2 "override ${override@Q}: this script sets $key itself; choose the folder with BTX_RUNS, or use btx-nemo directly"
   done
 }
 btx_setting() { # key value: one override, spelled so that Hydra reads back exactly this string
@@ -56,15 +57,16 @@ btx_setting() { # key value: one override, spelled so that Hydra reads back exac
 }
 btx_check_path() { # name path: what btx_setting cannot spell
   [[ $2 != *[\'\\\$]* && $2 != *$'\n'* ]] ||
-    btx_die 2 "$1: the path $2 has a quote, a backslash, a dollar or a line break in it; use another folder"
+    btx_die 2 "$1: the path ${2@Q} has a quote, a backslash, a dollar or a line break in it; use another folder"
 }
 
 btx_setup() { # slurm-dir
   local home
   home=$(cd "$1/.." && pwd)
   NODE_SCRIPT=$1/node.sh
-  mkdir -p "${BTX_RUNS:-runs}"
-  RUNS=$(cd "${BTX_RUNS:-runs}" && pwd)
+  RUNS=${BTX_RUNS:-runs}
+  { mkdir -p -- "$RUNS" && RUNS=$(cd -- "$RUNS" && pwd); } 2>/dev/null ||
+    btx_die 2 "BTX_RUNS: ${RUNS@Q} cannot be made or entered; set BTX_RUNS to a folder where you may write"
   export BTX_RUNS=$RUNS BTX_DATA=${BTX_DATA:-$RUNS/data} BTX_SEED=${BTX_SEED:-$RUNS/seed} PYTHONUNBUFFERED=1
   if [[ ! -f $BTX_SEED/config.json && -f $BTX_SEED/hf/config.json ]]; then BTX_SEED=$BTX_SEED/hf; fi
   btx_check_path BTX_RUNS "$RUNS"

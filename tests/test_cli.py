@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from btx_testing.commands import CommandServer, clean_environment, run_module, wait_until
 from btx_testing.runs import TinyWorld, logged_step
 
-from btx_nemo.cli import _parser
+from btx_nemo.cli import _parser, main
 
 COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
 WRONG = [
@@ -31,10 +32,21 @@ WRONG = [
     (["import", "in=nowhere", "out=o"], "nowhere: no such folder"),
     (["import", "in=nowhere"], "expected in=DIR out=DIR, got in=nowhere"),
     (["export", "in=nowhere", "out=o"], "nowhere: no such folder"),
+    (["import", "in=a", "out=o", "shard_size=1"], "unknown key shard_size; known: in, out, dtype"),
+    (["import", "in=a", "in=b", "out=o"], "in is given twice, a and b; give it once"),
+    (["export", "in=a", "out=o", "color=red"], "unknown key color; known: in, out, dtype, shard_size"),
+    (["export", "in=a", "out=o", "dtype=fp7"], "dtype=fp7: unknown; known: float32, bfloat16, float16"),
+    (["export", "in=a", "out=o", "shard_size=5GB"], "shard_size=5GB: must be a positive number of bytes"),
+    (["export", "in=a", "out=o", "shard_size=0"], "shard_size=0: must be a positive number of bytes"),
     (["export", "nowhere", "o"], "expected in=DIR out=DIR, got nowhere o"),
     (["inspect", "nowhere"], "nowhere"),
     (["prepare-data", "--out", "o"], "inputs: required, unless --demo"),
     (["prepare-data", "nowhere", "--domain", "a", "--tokenizer", "t", "--out", "o"], "t"),
+    (["prepare-data", "x", "--no-eod", "--eod-token", "x", "--out", "o"], "not allowed with argument --no-eod"),
+    (
+        ["prepare-data", "x", "--domain", "3d", "--tokenizer", "t", "--out", "o"],
+        "--domain '3d': only a-z, 0-9, _ and -",
+    ),
     (["demo", "--size", "huge"], "invalid choice: 'huge'"),
 ]
 
@@ -63,6 +75,34 @@ def test_wrong_input_is_one_line(commands: CommandServer, tmp_path: Path, argume
     assert message in ended.err
     assert ended.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_flag_of_prepare_data_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from btx_nemo.data import demo, prepare
+
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(prepare, "prepare_data", lambda *args, **options: calls.append({"args": args, **options}))
+    monkeypatch.setattr(demo, "build_demo_data", lambda *args, **options: calls.append({"args": args, **options}))
+    common = ["prepare-data", "in", "--domain", "a", "--tokenizer", "t", "--out", "o"]
+    plain = {"text_key": "text", "workers": None, "validation_fraction": 0.05, "append_eod": True, "eod_token": None}
+    args = ([Path("in")], Path("t"), Path("o"), "a")
+    main(common)
+    assert calls.pop() == {"args": args, **plain, "overwrite": False}
+    main([*common, "--no-eod", "--overwrite", "--workers", "3", "--text-key", "k"])
+    changed = {"append_eod": False, "overwrite": True, "workers": 3, "text_key": "k"}
+    assert calls.pop() == {"args": args, **plain, **changed}
+    main([*common, "--eod-token", "<e>"])
+    assert calls.pop() == {"args": args, **plain, "eod_token": "<e>", "overwrite": False}
+    main(["prepare-data", "--demo", "--out", "o", "--overwrite"])
+    assert calls.pop() == {"args": (Path("o"),), "workers": None, "overwrite": True}
+
+
+def test_import_and_export_take_a_dtype(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    chain = (("import", world.dense, "a", "bfloat16"), ("export", tmp_path / "a", "b", "float16"))
+    for command, source, name, dtype in chain:
+        ended = commands.run(command, f"in={source}", f"out={tmp_path / name}", f"dtype={dtype}")
+        assert (ended.code, ended.err) == (0, "")
+        assert json.loads(commands.run("inspect", tmp_path / name, "--json").out)["dtype"] == dtype
 
 
 def test_a_broken_configuration_file(commands: CommandServer, tmp_path: Path) -> None:
@@ -103,7 +143,7 @@ def test_an_interrupt_is_no_traceback(world: TinyWorld, commands: CommandServer,
 
 def test_the_version_comes_quickly() -> None:
     """No command pays for what it does not use: neither torch nor Megatron is imported for this."""
-    code = "import sys; from btx_nemo.cli import _parser; _parser(); print(sorted(sys.modules))"
+    code = "import sys; from btx_nemo.cli import _parser, main; _parser(); print(sorted(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
     assert ended.returncode == 0
     assert not any(f"'{heavy}'" in ended.stdout for heavy in ("torch", "megatron", "transformers", "hydra", "numpy"))

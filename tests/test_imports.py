@@ -10,7 +10,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "btx_nemo"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
-PURE = ("plan/", "checkpoints/", "families/", "mix/", "config/", "errors.py", "launch/", "routers/functional.py")
+PURE = (
+    *("plan/", "checkpoints/", "families/", "mix/", "config/", "errors.py", "launch/"),
+    *("routers/functional.py", "routers/losses.py"),
+)
 """No Megatron and no transformers at all, at whatever place."""
 MEGATRON = (
     "megatron/",
@@ -101,3 +104,8 @@ def test_only_the_command_line_exits(module: str) -> None:
     tree = ast.parse((PACKAGE / module).read_text())
     calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not calls & {"sys.exit", "exit", "quit"}
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m not in ("megatron/platform.py", "doctor.py")])
+def test_one_module_asks_what_the_device_is(module: str) -> None:
+    assert "torch.cuda" not in (PACKAGE / module).read_text()

@@ -48,6 +48,7 @@ def draw_routing(
     figure.supylabel("text of this domain", fontsize=10)
     figure.supxlabel("goes to this expert", fontsize=10)
     figure.suptitle(title, fontsize=11)
+    assert image is not None
     figure.colorbar(image, ax=axes, shrink=0.8, label="share of tokens")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from btx_nemo.errors import UserError
-from btx_nemo.plan.table import human_bytes
+from btx_nemo.plan.progress import human_bytes
 
 _counter = itertools.count()
-TEMPORARY = re.compile(r"\..+\.(tmp-[^/]+|partial)")
+TEMPORARY = re.compile(r"\..+\.((tmp|old)-[^/]+|partial)")
 """Names of folders that are being written, or were when a process died: never a checkpoint."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_USERS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 
 
 def free_bytes(path: Path) -> int:
@@ -32,8 +34,8 @@ def check_free_space(out: Path, needed: int) -> None:
     free = free_bytes(Path(os.path.abspath(out)))
     if free < needed:
         raise UserError(
-            f"{out}: the result needs {human_bytes(needed)} ({needed} bytes) but {human_bytes(free)} are free; "
-            "free space or choose another place"
+            f"{out}: the result needs up to {human_bytes(needed)} ({needed} bytes), metadata included, but "
+            f"{human_bytes(free)} are free; free space or choose another place"
         )
 
 
@@ -44,33 +46,52 @@ def refuse_existing(out: Path) -> None:
 
 
 @contextmanager
-def atomic_dir(out: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
+def disk_errors(out: Path) -> Iterator[None]:
+    """A full disk or a place where one may not write is the user's to mend; other OS errors are not explained away."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise UserError(f"{out}: the disk became full; free space or choose another place") from None
+        if error.errno in _USERS:
+            where = error.filename or out
+            raise UserError(
+                f"{where}: {error.strerror}, so {out} cannot be made; check permissions, or choose another place"
+            ) from None
+        raise
+
+
+@contextmanager
+def atomic_dir(out: str | Path, needed_bytes: int = 0, overwrite: bool = False) -> Iterator[Path]:
     """Yield a hidden sibling folder to fill; on success it is synced and renamed to `out`, else removed.
 
-    Leftovers of processes that died while writing the same `out` on this host are removed first.
-    Raises UserError when `out` exists, when it cannot be made, or when the disk has less than `needed_bytes` free.
+    With `overwrite`, an `out` that exists stays until then. Leftovers of processes that died while writing the same
+    `out` on this host are removed first. Raises UserError when `out` exists, when it cannot be made, when the disk has
+    less than `needed_bytes` free or becomes full.
     """
     out = Path(os.path.abspath(out))
-    refuse_existing(out)
-    try:
+    if not overwrite or out.is_symlink() or not out.is_dir():
+        refuse_existing(out)
+    tag = f"{_host()}-{os.getpid()}-{_started(os.getpid())}-{next(_counter)}"
+    temporary, old = (out.parent / f".{out.name}.{kind}-{tag}" for kind in ("tmp", "old"))
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove_stale(out)
         check_free_space(out, needed_bytes)
-        temporary = out.parent / f".{out.name}.tmp-{_host()}-{os.getpid()}-{_started(os.getpid())}-{next(_counter)}"
         temporary.mkdir()
-    except OSError as error:
-        raise UserError(f"{out}: cannot be made ({error.strerror}); choose a place where you may write") from None
-    try:
-        yield temporary
-        fsync_tree(temporary)
-        refuse_existing(out)
-        os.rename(temporary, out)
-        fsync_dir(out.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(f"{out}: the disk became full; free space or choose another place") from None
-        raise
+        try:
+            yield temporary
+            fsync_tree(temporary)
+            if overwrite and out.exists():
+                os.rename(out, old)
+            refuse_existing(out)
+            os.rename(temporary, out)
+            fsync_dir(out.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if old.exists() and not out.exists():
+                os.rename(old, out)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _host() -> str:
@@ -87,7 +108,7 @@ def _started(pid: int) -> str:
 
 
 def _remove_stale(out: Path) -> None:
-    pattern = re.compile(re.escape(f".{out.name}.tmp-{_host()}-") + r"(\d+)-(\d+)-\d+")
+    pattern = re.compile(re.escape(f".{out.name}.") + "(?:tmp|old)-" + re.escape(f"{_host()}-") + r"(\d+)-(\d+)-\d+")
     for entry in os.scandir(out.parent):
         match = pattern.fullmatch(entry.name)
         if match and entry.is_dir(follow_symlinks=False):

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints import restricted_pickle
-from btx_nemo.checkpoints.reader import pread_exactly, read_regular
+from btx_nemo.checkpoints.files import read_regular
+from btx_nemo.checkpoints.reader import pread_exactly
 from btx_nemo.checkpoints.restricted_pickle import Record
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import ITEMSIZE, Box, TensorInfo

@@ -7,11 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST, read_manifest
-from btx_nemo.checkpoints.safetensors import read_json
-from btx_nemo.checkpoints.torch_dist import DistReader
 from btx_nemo.plan.layout import Layout
-from btx_nemo.plan.table import human_bytes
+from btx_nemo.plan.progress import human_bytes
 
 
 def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def _mixture(config: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] 
 
 
 def _training(folder: Path, source: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if source.kind != "megatron" or not isinstance(source.reader, DistReader):
+    if source.kind != "megatron":
         return None
     facts: dict[str, Any] = {
         "step": (manifest or {}).get("step"),

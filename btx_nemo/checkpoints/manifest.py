@@ -11,7 +11,7 @@ from typing import Any
 
 from btx_nemo import __version__
 from btx_nemo.checkpoints.atomic import write_file
-from btx_nemo.checkpoints.safetensors import read_json
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -20,18 +20,16 @@ EDITABLE = (".json", ".jinja", ".txt", ".md", ".yaml")
 """Kinds of files that people change afterwards (a chat template, generation settings): only their presence is held."""
 
 
-def write_manifest(folder: Path, *, kind: str, extra: Mapping[str, Any] | None = None, checksums: bool = False) -> None:
+def write_manifest(folder: Path, *, kind: str, extra: Mapping[str, Any] | None = None) -> None:
     """Write the manifest of a finished folder: `kind` ("mix", "import", "export", "checkpoint") and file sizes.
 
-    `extra` holds further JSON values: recipe, sources, seed, dropped... With `checksums`, a SHA-256 of every file too.
+    `extra` holds further JSON values: recipe, sources, seed, dropped...
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST:
             files[name] = {"size": path.stat().st_size}
-            if checksums:
-                files[name]["sha256"] = file_sha256(path)
     table = {
         "manifest_version": VERSION,
         "tool": "btx_nemo",
@@ -42,7 +40,7 @@ def write_manifest(folder: Path, *, kind: str, extra: Mapping[str, Any] | None =
     write_file(folder / MANIFEST, json.dumps({**table, "files": files}, indent=2) + "\n")
 
 
-def read_manifest(folder: Path, *, checksums: bool = False) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a folder's manifest and check that its files are there with their sizes.
 
     Raises UserError when the manifest is missing or damaged, or a file is missing, cut or changed.
@@ -61,20 +59,9 @@ def read_manifest(folder: Path, *, checksums: bool = False) -> dict[str, Any]:
         if not at.is_file():
             raise UserError(f"{at}: missing, but named in {MANIFEST}; copy the folder again")
         size = at.stat().st_size
-        if size != facts.get("size") and (checksums or at.suffix not in EDITABLE):
+        if size != facts.get("size") and at.suffix not in EDITABLE:
             raise UserError(f"{at}: {size} bytes, but {MANIFEST} says {facts.get('size')}; copy the folder again")
-        if checksums and "sha256" in facts and file_sha256(at) != facts["sha256"]:
-            raise UserError(f"{at}: content differs from {MANIFEST}; copy the folder again")
     return table
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def source_facts(path: Path, layout: Mapping[str, Any]) -> dict[str, Any]:

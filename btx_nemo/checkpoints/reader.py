@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,40 +51,6 @@ class Reader(ABC):
         if out.numel():
             self.read_into(name, tuple(box), out)
         return out
-
-
-def open_regular(path: Path) -> int:
-    """Open a file for reading and return its descriptor; refuses, at once, whatever is not a regular file.
-
-    O_NONBLOCK keeps a FIFO from blocking the open. Raises UserError.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; is the folder complete?") from None
-    except OSError as error:  # ELOOP (symlink loop), EACCES, ENXIO (socket)
-        raise UserError(f"{path}: cannot be opened ({error.strerror}); make it a readable regular file") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise UserError(f"{path}: not a regular file; expected a file with data")
-    return fd
-
-
-def read_regular(path: Path, limit: int) -> bytes:
-    """The content of a small regular file; UserError when it is larger than `limit` bytes."""
-    fd = open_regular(path)
-    try:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise UserError(f"{path}: {size} bytes is more than such a file can have ({limit}); is it the right file?")
-        data = bytearray()
-        while chunk := os.read(fd, 1 << 20):
-            data += chunk
-            if len(data) > limit:
-                raise UserError(f"{path}: grows while it is read; wait until it is complete")
-        return bytes(data)
-    finally:
-        os.close(fd)
 
 
 def pread_exactly(fd: int, offset: int, out: memoryview, path: str, name: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
 
 import torch
 
-from btx_nemo.checkpoints.reader import Reader, open_regular, read_box, read_regular
+from btx_nemo.checkpoints.files import open_regular, read_json
+from btx_nemo.checkpoints.reader import Reader, read_box
 from btx_nemo.checkpoints.safetensors_header import Header, read_header
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import Box, Layout
@@ -17,7 +17,6 @@ from btx_nemo.plan.layout import Box, Layout
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-MAX_JSON = 256 << 20
 
 
 class SafetensorsReader(Reader):
@@ -115,14 +114,3 @@ def read_index(path: Path) -> dict[str, str]:
         if not isinstance(file, str) or not file or file != os.path.basename(file) or "\0" in file:
             raise UserError(f"{path}: tensor {name!r}: {file!r} is not the name of a file in this folder")
     return weight_map
-
-
-def read_json(path: Path) -> dict:
-    """A JSON file that holds a table; UserError when it is missing, too large or not such a file."""
-    try:
-        table = json.loads(read_regular(path, MAX_JSON).decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise UserError(f"{path}: not valid JSON; copy the file again") from None
-    if not isinstance(table, dict):
-        raise UserError(f"{path}: expected a JSON table")
-    return table

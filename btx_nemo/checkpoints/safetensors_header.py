@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.checkpoints.reader import open_regular, pread_exactly
+from btx_nemo.checkpoints.files import open_regular
+from btx_nemo.checkpoints.reader import pread_exactly
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import ITEMSIZE, TensorInfo
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from btx_nemo.checkpoints.dist_format import METADATA, Payload, StoredTensor, locate, read_metadata
-from btx_nemo.checkpoints.reader import Reader, open_regular, read_box
+from btx_nemo.checkpoints.files import open_regular
+from btx_nemo.checkpoints.reader import Reader, read_box
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import Box, Layout, TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
     if name not in known:
         raise UserError(f"--config-name {name}: not in {folder}; known: {', '.join(known) or 'none'}")
     where = f"{folder.name}/{name}.yaml"
+    for override in overrides:
+        _check_override(override, where)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
@@ -46,7 +49,9 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
             raise UserError(f"{where}: {missing[0]} is required; give {missing[0]}=VALUE")
         values = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # some of Hydra's are plain
-        raise UserError(f"{where}: {_one_line(error)}") from error
+        raise UserError(f"{where}: {_one_line(error)}{_cause(error)}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: refers to itself or is nested too deep; mend the file or the override") from error
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 
@@ -57,6 +62,40 @@ def _forced(override: str, folder: Path) -> str:
     return f"++{override}" if key and not (folder / key.group()).is_dir() else override
 
 
+def _check_override(override: str, where: str) -> None:
+    """Raise UserError, which names the override and says how to spell it, for one that Hydra's grammar refuses."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equals, value = override.partition("=")
+    if re.match(r"[+~]*hydra\b", key):
+        raise UserError(
+            f"{where}: override {override!r}: unknown key {key.lstrip('+~')}; nothing of Hydra's own is set"
+        )
+    try:
+        many = OverridesParser.create().parse_override(override).is_sweep_override()
+        why = "is a list of choices"
+    except (HydraException, ValueError, RecursionError) as error:
+        many, why = True, _one_line(error) if isinstance(error, HydraException) else "cannot be read"
+    if not many:
+        return
+    if not equals or not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w.\-/@]*", key):
+        raise UserError(f"{where}: override {override!r}: expected KEY=VALUE ({why})")
+    if re.search(r"['\"\\$`!]", value):
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        spelled = shlex.quote(f"{key}='{escaped}'")
+    else:
+        spelled = f"{key}=\"'{value}'\""
+    raise UserError(f"{where}: override {override!r}: {why}; quote a text that holds such characters: {spelled}")
+
+
+def _cause(error: Exception) -> str:
+    """What lies behind Hydra's "Error merging override", which does not say it."""
+    if error.__cause__ is None or "merging override" not in str(error):
+        return ""
+    return f": {str(error.__cause__).splitlines()[0]}; give a value of the kind that is there"
+
+
 def _missing(values: Any, path: str = "") -> list[str]:
     """Keys that are still "???"."""
     if isinstance(values, dict):
@@ -65,7 +104,8 @@ def _missing(values: Any, path: str = "") -> list[str]:
 
 
 def _one_line(error: Exception) -> str:
-    return re.sub(r"\s+", " ", str(error)).strip()
+    text = re.sub(r"See https://hydra.cc\S* for details", "", str(error))
+    return re.sub(r"\s+", " ", text).strip()
 
 
 def save_resolved(config: Any, path: Path) -> None:

@@ -1,37 +1,30 @@
-"""Finding our Megatron checkpoints and what is common to both conversions."""
+"""What the conversions and the mix have in common: checks of settings, streaming, and what a manifest says."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.manifest import source_facts
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
+from btx_nemo.checkpoints.tokenizer_files import check_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
 from btx_nemo.errors import UserError
-from btx_nemo.families import source as sources
-from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import Source
 from btx_nemo.plan.execute import execute
 from btx_nemo.plan.plan import Plan
 from btx_nemo.plan.progress import byte_progress
 
 DTYPES = ("float32", "bfloat16", "float16")
-OVERHEAD_BYTES = 64 << 20
-"""Room for metadata, tokenizer and the file system's own needs, when free space is checked."""
 
 
-def find_checkpoint(folder: Path) -> Path:
-    """A checkpoint folder itself, or the one that a run directory names in `latest`. Raises UserError for neither."""
-    checkpoint = sources.find_checkpoint(folder)
-    if checkpoint is None:
-        raise UserError(f"{folder}: neither a checkpoint nor a run directory; give a folder that train or import wrote")
-    return checkpoint
+def space_needed(plan: Plan, tokenizer: Path) -> int:
+    """Bytes that a result takes, at most: tensors, the tokenizer's files, 1 MiB + 2 % for metadata and the file system.
 
-
-def read_model_config(checkpoint: Path) -> ModelConfig:
-    """The model of a checkpoint, from its model.json. Raises UserError."""
-    return sources.read_model_json(checkpoint)
+    Raises UserError when one of the tokenizer's files cannot be copied.
+    """
+    return plan.nbytes + plan.nbytes // 50 + (1 << 20) + check_tokenizer(tokenizer)
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -40,19 +33,34 @@ def check_dtype(dtype: str | None) -> None:
         raise UserError(f"dtype={dtype}: unknown; known: {', '.join(DTYPES)}")
 
 
-def stream(plan: Plan, source: Source, sink: DistSink | SafetensorsSink, label: str, workers: int | None) -> None:
-    """Execute a conversion's plan with progress; closes the sink, also on failure."""
+def check_shard_size(shard_size: int) -> None:
+    """Raise UserError for a size that no file can have."""
+    if shard_size < 1:
+        raise UserError(f"shard_size={shard_size}: must be a positive number of bytes")
+
+
+def stream(
+    plan: Plan,
+    sources: Sequence[Source],
+    sink: DistSink | SafetensorsSink,
+    label: str,
+    *,
+    workers: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Execute a plan over the sources with progress; closes the sink, also on failure."""
+    readers = {source.name: source.reader for source in sources}
     try:
         with byte_progress(plan.nbytes, label) as advance:
-            execute(plan, {source.name: source.reader}, sink, workers=workers, progress=advance)
+            execute(plan, readers, sink, seed=seed, workers=workers, progress=advance)
         sink.close()
     finally:
         sink.abort()
 
 
-def facts(source: Source, plan: Plan) -> dict[str, Any]:
-    """Where a conversion's result comes from, for its manifest."""
+def facts(sources: Sequence[Source], plan: Plan) -> dict[str, Any]:
+    """Where a result comes from, for its manifest."""
     return {
-        "sources": {source.name: source_facts(source.folder, source.reader.layout())},
+        "sources": {source.name: source_facts(source.folder, source.reader.layout()) for source in sources},
         "dropped": {f"{name}:{tensor}": reason for (name, tensor), reason in plan.dropped.items()},
     }

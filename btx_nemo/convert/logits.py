@@ -24,7 +24,8 @@ def megatron_logits(folder: Path, tokens_BS: Tensor, layout: LayoutConfig | None
     layout = layout or LayoutConfig()
     source = open_source(folder)
     with parallel_state(layout, seed=0):
-        gpt = build_model(source.model, layout)
+        # Megatron's own layers everywhere: Transformer Engine may multiply fp32 in a coarser format.
+        gpt = build_model(source.model, layout, transformer_engine=False)
         load_weights(gpt, source.expressions, source.readers, seed=0)
         return model_logits(gpt, tokens_BS)
 
@@ -66,12 +67,12 @@ def model_logits(gpt: torch.nn.Module, tokens_BS: Tensor) -> Tensor | None:
 def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     """fp32 logits [B, S, V] of a Hugging Face folder, computed by transformers in fp32."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    from btx_nemo.megatron.platform import device
+
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {error}") from error
     with torch.no_grad():
-        return model(tokens_BS).logits.float()
+        return model.to(device())(tokens_BS.to(device())).logits.float().cpu()

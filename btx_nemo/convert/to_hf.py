@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
+from btx_nemo.checkpoints.files import write_json
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, write_json
-from btx_nemo.convert.checkpoint import OVERHEAD_BYTES, check_dtype, facts, stream
+from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
+from btx_nemo.convert.checkpoint import check_dtype, check_shard_size, facts, space_needed, stream
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import get_family, hf_config
 from btx_nemo.families.source import Source, open_source
@@ -31,6 +32,7 @@ def export_hf(
     `dtype` casts; None keeps what is stored. Raises UserError and leaves nothing behind.
     """
     check_dtype(dtype)
+    check_shard_size(shard_size)
     refuse_existing(Path(out))
     source = open_source(src, "ckpt")
     if source.kind != "megatron":
@@ -43,12 +45,12 @@ def export_hf(
         )
     plan = export_plan(source, dtype)
     plan.check()
-    with atomic_dir(out, plan.nbytes + OVERHEAD_BYTES) as folder:
+    with atomic_dir(out, space_needed(plan, source.tokenizer)) as folder:
         sink = SafetensorsSink(folder, {job.target: job.info for job in plan.jobs}, shard_size)
-        stream(plan, source, sink, "export", workers)
+        stream(plan, [source], sink, "export", workers=workers)
         copy_tokenizer(source.tokenizer, folder)
         write_json(folder / "config.json", hf_config(source.config, dtype or source.dtype, source.base))
-        write_manifest(folder, kind="export", extra=facts(source, plan))
+        write_manifest(folder, kind="export", extra=facts([source], plan))
 
 
 def export_plan(source: Source, dtype: str | None = None) -> Plan:
@@ -59,4 +61,5 @@ def export_plan(source: Source, dtype: str | None = None) -> Plan:
     for name, info in expected.items():
         stored = infer(source.table[name], layouts).dtype
         jobs.append(Job(name, TensorInfo(info.shape, dtype or stored), source.table[name]))
-    return Plan(tuple(jobs), layouts, {(source.name, name): why for name, why in source.dropped.items()})
+    dropped = {(source.name, name): why for name, why in source.dropped.items()}
+    return Plan(tuple(jobs), layouts, dropped, {source.name: str(source.folder)})

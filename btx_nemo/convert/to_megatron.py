@@ -8,7 +8,7 @@ from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
-from btx_nemo.convert.checkpoint import OVERHEAD_BYTES, check_dtype, facts, stream
+from btx_nemo.convert.checkpoint import check_dtype, facts, space_needed, stream
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.source import Source, check_tied, open_source, save_model_config
@@ -31,12 +31,12 @@ def import_hf(src: str | Path, out: str | Path, *, dtype: str | None = None, wor
     plan = import_plan(source, dtype)
     plan.check()
     check_tied(source)
-    with atomic_dir(out, plan.nbytes + OVERHEAD_BYTES) as folder:
+    with atomic_dir(out, space_needed(plan, source.tokenizer)) as folder:
         sink = DistSink(folder, {job.target: job.info for job in plan.jobs})
-        stream(plan, source, sink, "import", workers)
+        stream(plan, [source], sink, "import", workers=workers)
         save_model_config(source.config, folder)
         save_tokenizer(source.tokenizer, folder / "tokenizer")
-        write_manifest(folder, kind="import", extra=facts(source, plan))
+        write_manifest(folder, kind="import", extra=facts([source], plan))
 
 
 def import_plan(source: Source, dtype: str | None = None) -> Plan:
@@ -46,4 +46,5 @@ def import_plan(source: Source, dtype: str | None = None) -> Plan:
     for key, expr in to_megatron(source.config).items():
         info = infer(expr, layouts)
         jobs.append(Job(key, TensorInfo(info.shape, dtype or info.dtype), expr))
-    return Plan(tuple(jobs), layouts, {(source.name, name): why for name, why in source.dropped.items()})
+    dropped = {(source.name, name): why for name, why in source.dropped.items()}
+    return Plan(tuple(jobs), layouts, dropped, {source.name: str(source.folder)})

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from btx_nemo.checkpoints.tokenizer_files import vocabulary
+from btx_nemo.checkpoints.tokenizer_files import vocabulary, vocabulary_difference
 from btx_nemo.convert.logits import hf_logits, megatron_logits
 from btx_nemo.errors import CheckFailed, UserError
 from btx_nemo.families.source import Source, check_tied, open_source
@@ -78,7 +78,7 @@ def verify(a: Path, b: Path, *, tolerance: float | None = None) -> None:
     _check_vocabularies(*sources)
     positions = min(source.config.max_position_embeddings for source in sources)
     tokens = probe_tokens(sources[0].config.vocab_size, min(LENGTH, positions))
-    with _quiet_transformers():
+    with quiet_transformers():
         found = compare_logits(*(_logits(source, tokens) for source in sources))
     if tolerance is None:
         tolerance = max(1e-4, FP32_NOISE * found.magnitude) if math.isfinite(found.magnitude) else 1e-4
@@ -146,14 +146,12 @@ def _check_vocabularies(a: Source, b: Source) -> None:
             f"{b.folder}: vocab_size={b.config.vocab_size} but {a.folder} has {a.config.vocab_size}; "
             "logits of different vocabularies cannot be compared"
         )
-    mine, theirs = vocabulary(a.tokenizer), vocabulary(b.tokenizer)
-    if mine is None or theirs is None or mine == theirs:
-        return
-    token = next(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
-    raise UserError(
-        f"{b.tokenizer}/tokenizer.json: token {token!r} has id {theirs.get(token, 'none')} but "
-        f"{mine.get(token, 'none')} in {a.tokenizer}; logits of different vocabularies cannot be compared"
-    )
+    difference = vocabulary_difference(vocabulary(b.tokenizer), vocabulary(a.tokenizer))
+    if difference:
+        raise UserError(
+            f"{b.tokenizer}/tokenizer.json: {difference} in {a.tokenizer}; "
+            "logits of different vocabularies cannot be compared"
+        )
 
 
 def _logits(source: Source, tokens_BS: Tensor) -> Tensor:
@@ -165,7 +163,7 @@ def _logits(source: Source, tokens_BS: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No bars of transformers' own where nobody watches them."""
     from transformers.utils import logging
 

@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.data.indexed import IndexedFile, open_indexed
+from btx_nemo.data.prepare import FORMAT, TOKEN_DTYPES
+from btx_nemo.data.sources import SPLITS
 from btx_nemo.errors import UserError
 
 META = "meta.json"
@@ -25,7 +28,7 @@ _VALIDATION_SEED = 0
 def list_domains(data_path: Path) -> list[str]:
     """Names of the complete domains under a data folder, sorted."""
     if not Path(data_path).is_dir():
-        raise UserError(f"data_path={data_path}: no such folder; make one with prepare-data, or --demo")
+        raise UserError(f"data.path={data_path}: no such folder; make one with btx-nemo prepare-data (or --demo)")
     return sorted(path.parent.name for path in Path(data_path).glob(f"[!.]*/{META}"))
 
 
@@ -37,22 +40,26 @@ def load_meta(data_path: Path, domain: str) -> dict[str, Any]:
     """
     known = list_domains(data_path)
     if domain not in known:
-        raise UserError(f"data_path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
+        raise UserError(f"data.path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
     path = Path(data_path) / domain / META
-    needed: dict[str, Any] = {
-        "vocab_size": int,
-        "eod_id": (int, type(None)),
-        "tokenizer_sha256": str,
-        "train": dict,
-        "valid": dict,
+    meta = read_json(path)
+    size, eod = meta.get("vocab_size"), meta.get("eod_id")
+    sound = {
+        "format": type(meta.get("format")) is int and meta["format"] == FORMAT,
+        "domain": meta.get("domain") == domain,
+        "tokenizer_sha256": isinstance(meta.get("tokenizer_sha256"), str),
+        "vocab_size": type(size) is int and size > 0,
+        "token_dtype": meta.get("token_dtype") in TOKEN_DTYPES,
     }
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-        whole = all(isinstance(meta[key], kind) for key, kind in needed.items())
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise UserError(f"{path}: damaged; run prepare-data again")
+    within = eod is None or (type(eod) is int and type(size) is int and 0 <= eod < size)
+    sound["eod_id"] = "eod_id" in meta and within
+    for split in SPLITS:
+        counts = meta.get(split)
+        sound[split] = isinstance(counts, dict) and all(type(counts.get(key)) is int for key in ("tokens", "documents"))
+    for key, good in sound.items():
+        if not good:
+            shown = repr(meta[key])[:80] if key in meta else "missing"
+            raise UserError(f"{path}: {key} is {shown}, which does not belong there; run prepare-data again")
     return meta
 
 
@@ -72,7 +79,7 @@ def check_data(
     """
     metas = {domain: load_meta(data_path, domain) for domain in domains}
     for domain, meta in metas.items():
-        where = f"data_path={data_path}, domain {domain!r}"
+        where = f"data.path={data_path}, domain {domain!r}"
         if meta["vocab_size"] > vocab_size:
             raise UserError(
                 f"{where}: its tokenizer has {meta['vocab_size']} ids, the model {vocab_size}; "
@@ -83,8 +90,21 @@ def check_data(
             whose = "the model's" if tokenizer_sha256 else f"that of domain {next(iter(metas))!r}"
             raise UserError(f"{where}: its tokenizer differs from {whose}; prepare all data with one tokenizer")
         for split in ("train", "valid"):
-            open_indexed(Path(data_path) / domain / split, vocab_size=vocab_size)
+            indexed = open_indexed(Path(data_path) / domain / split, vocab_size=vocab_size)
+            _check_counts(Path(data_path) / domain / META, split, meta, indexed)
     return metas
+
+
+def _check_counts(path: Path, split: str, meta: dict[str, Any], indexed: IndexedFile) -> None:
+    """Raise UserError when meta.json is not that of the index beside it."""
+    found = {
+        "token_dtype": (meta["token_dtype"], np.dtype(indexed.dtype).name),
+        f"{split}.tokens": (meta[split]["tokens"], indexed.num_tokens),
+        f"{split}.documents": (meta[split]["documents"], len(indexed.lengths)),
+    }
+    for key, (said, held) in found.items():
+        if said != held:
+            raise UserError(f"{path}: {key} is {said} but {split}.idx has {held}; run prepare-data again")
 
 
 def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[str, float]:
@@ -94,15 +114,13 @@ def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[s
         UserError: no weight, an unknown domain, or a weight that is not a positive finite number.
     """
     if not weights:
-        raise UserError(f"data.weights: empty; give each domain a weight (known: {', '.join(known) or 'none'})")
+        raise UserError(f"data.blend: empty; give each domain a weight (known: {', '.join(known) or 'none'})")
     for domain, weight in weights.items():
         if domain not in known:
-            raise UserError(f"data.weights: unknown domain {domain!r}; known: {', '.join(known) or 'none'}")
+            raise UserError(f"data.blend: unknown domain {domain!r}; known: {', '.join(known) or 'none'}")
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         if not number or not math.isfinite(weight) or weight <= 0:
-            raise UserError(
-                f"data.weights.{domain}={weight}: must be a positive number; leave the domain out to skip it"
-            )
+            raise UserError(f"data.blend.{domain}={weight}: must be a positive number; leave the domain out to skip it")
     total = math.fsum(weights.values())
     return {domain: weight / total for domain, weight in weights.items()}
 
@@ -235,7 +253,7 @@ def _head(dataset: Any, limit: int | None) -> Any:
     if limit is None or limit >= len(dataset):
         return dataset
     if limit < 1:
-        raise UserError(f"data.valid_samples={limit}: must be at least 1")
+        raise UserError(f"valid_samples={limit}: must be at least 1; raise eval_batches")
     return Subset(dataset, range(limit))
 
 
@@ -254,7 +272,9 @@ def _drop_damaged_cache(cache: Path) -> None:
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     for path in cache.glob("*.npy"):
-        if not _is_whole_array(path):
+        if path.is_dir():
+            continue
+        if not path.is_file() or not _is_whole_array(path):
             path.unlink(missing_ok=True)
 
 

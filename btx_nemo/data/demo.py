@@ -8,13 +8,16 @@ out_dir/<domain>/...                         as `prepare_data` writes it
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.checkpoints.atomic import atomic_dir
+from btx_nemo.checkpoints.files import write_json
 from btx_nemo.data.corpora.stdlib import stable_hash
-from btx_nemo.data.prepare import prepare_data
-from btx_nemo.data.publish import disk_errors, publish, sync, write_json
+from btx_nemo.data.prepare import DOMAIN_FILES, prepare_data
+from btx_nemo.data.sources import SPLITS
 from btx_nemo.errors import CheckFailed, UserError
 
 DOMAINS = ("math", "code", "prose")
@@ -46,7 +49,7 @@ def build_demo_data(
         vocab_size: of the tokenizer, special tokens included; reached exactly.
         size: megabytes of text per domain, or `full` (1.5) or `small` (0.15). A domain that runs out is smaller.
         workers: processes that tokenise.
-        overwrite: replace `out_dir`, whatever it holds.
+        overwrite: replace `out_dir`, if it holds nothing but the demo data.
 
     Returns:
         the meta.json of each domain.
@@ -61,26 +64,45 @@ def build_demo_data(
     if out_dir.is_dir() and not any(out_dir.iterdir()):
         out_dir.rmdir()
     if out_dir.exists() and not overwrite:
-        raise UserError(f"{out_dir}: exists; choose another folder, or pass overwrite=true")
-    with disk_errors(out_dir):
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
-        with publish(out_dir, overwrite=overwrite) as scratch:
-            splits = demo_splits(limit)
-            for domain, (train, valid) in splits.items():
-                _write_jsonl(scratch / "text" / domain / "train.jsonl", train)
-                _write_jsonl(scratch / "text" / domain / "valid.jsonl", valid)
-            train_tokenizer([train for train, _ in splits.values()], scratch / "tokenizer", vocab_size)
-            return {
-                domain: prepare_data(
-                    [scratch / "text" / domain / "train.jsonl"],
-                    scratch / "tokenizer",
-                    scratch,
-                    domain,
-                    validation_inputs=[scratch / "text" / domain / "valid.jsonl"],
-                    workers=workers,
-                )
-                for domain in splits
-            }
+        raise UserError(f"{out_dir}: exists; choose another folder, or pass --overwrite")
+    if foreign := _foreign(out_dir):
+        raise UserError(f"{out_dir}: holds {foreign}, which is not the demo's; choose another folder")
+    with atomic_dir(out_dir, overwrite=overwrite) as scratch:
+        splits = demo_splits(limit)
+        for domain, (train, valid) in splits.items():
+            _write_jsonl(scratch / "text" / domain / "train.jsonl", train)
+            _write_jsonl(scratch / "text" / domain / "valid.jsonl", valid)
+        train_tokenizer([train for train, _ in splits.values()], scratch / "tokenizer", vocab_size)
+        return {
+            domain: prepare_data(
+                [scratch / "text" / domain / "train.jsonl"],
+                scratch / "tokenizer",
+                scratch,
+                domain,
+                validation_inputs=[scratch / "text" / domain / "valid.jsonl"],
+                workers=workers,
+            )
+            for domain in splits
+        }
+
+
+def _foreign(out_dir: Path) -> str | None:
+    """The first thing in a folder that `build_demo_data` did not write; None without one."""
+    ours = {f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")}
+    for domain in DOMAINS:
+        ours |= {f"{domain}/{name}" for name in DOMAIN_FILES}
+        ours |= {f"text/{domain}/{split}.jsonl" for split in SPLITS}
+    folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
+    for root, below, files in os.walk(out_dir):
+        inside = Path(root).relative_to(out_dir)
+        for name in sorted(below):
+            path = (inside / name).as_posix()
+            if path not in folders or (Path(root) / name).is_symlink():
+                return path
+        for name in sorted(files):
+            if (inside / name).as_posix() not in ours:
+                return (inside / name).as_posix()
+    return None
 
 
 def _megabytes(size: str | float) -> float:
@@ -201,7 +223,6 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     }
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special)):
         write_json(folder / name, content)
-    sync(folder / "tokenizer.json")
 
 
 def _write_jsonl(path: Path, documents: Sequence[Document]) -> None:
@@ -209,4 +230,3 @@ def _write_jsonl(path: Path, documents: Sequence[Document]) -> None:
     with path.open("w", encoding="utf-8") as stream:
         for name, text in documents:
             stream.write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
-    sync(path)

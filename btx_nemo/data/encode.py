@@ -125,7 +125,7 @@ def encode_all(
     except BrokenProcessPool as error:
         raise EnvironmentLacks(
             "prepare-data: a tokenising process ended (out of memory, or started from a script without "
-            "`if __name__ == '__main__'`); lower workers, or use workers=1"
+            "`if __name__ == '__main__'`); lower --workers, or use --workers 1"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -7,23 +7,27 @@ out_dir/<domain>/train.{bin,idx}    valid.{bin,idx}    meta.json (written last)
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.checkpoints.atomic import atomic_dir
+from btx_nemo.checkpoints.files import read_json, write_json
+from btx_nemo.config.domains import check_domain
 from btx_nemo.data.encode import Encoded, Job, encode_all
-from btx_nemo.data.progress import byte_progress
-from btx_nemo.data.publish import disk_errors, publish, sync, write_json
 from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
-from btx_nemo.data.tokenizer import copy_tokenizer, load_encoder, tokenizer_hash
+from btx_nemo.data.tokenizer import keep_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
+from btx_nemo.plan.progress import byte_progress
+from btx_nemo.plan.workers import default_workers
 
 FORMAT = 1
 """Version of meta.json."""
-_DOMAIN = re.compile(r"[a-z0-9_-]+")
-_RESERVED = ("tokenizer",)
+TOKEN_DTYPES = ("uint16", "int32")
+"""Of the ids in `.bin`: the first while the vocabulary fits."""
+DOMAIN_FILES = ("meta.json", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
+"""All that a domain's folder holds."""
 
 
 def prepare_data(
@@ -51,7 +55,7 @@ def prepare_data(
         inputs: text files, JSONL files, or folders of them (walked in sorted order).
         tokenizer: folder of a Hugging Face tokenizer, or a tokenizer.json.
         out_dir: data folder; the domain becomes a sub-folder.
-        domain: name of lower-case letters, digits, `_` and `-`.
+        domain: name of lower-case letters, digits, `_` and `-` that starts with a letter.
         text_key: key of the text in each JSONL line.
         workers: processes; default the CPUs that this process may use.
         validation_fraction: share of validation, between 0 and 1.
@@ -71,7 +75,9 @@ def prepare_data(
     _check_arguments(domain, workers, validation_fraction, out_dir / domain, overwrite)
     encoder = load_encoder(tokenizer, eod_token=eod_token)
     if append_eod and encoder.eod_id is None:
-        raise UserError(f"tokenizer={tokenizer}: no end-of-document token found; set eod_token, or append_eod=false")
+        raise UserError(
+            f"--tokenizer {tokenizer}: no end-of-document token in it; name one with --eod-token, or --no-eod"
+        )
     sources = find_sources(inputs, pattern)
     validation = _validation_sources(validation_inputs, sources, pattern)
     job = Job(
@@ -80,41 +86,32 @@ def prepare_data(
         append_eod=append_eod,
         text_key=text_key,
         validation_fraction=validation_fraction,
-        dtype="uint16" if encoder.vocab_size <= 1 << 16 else "int32",
+        dtype=TOKEN_DTYPES[encoder.vocab_size > 1 << 16],
     )
-    with disk_errors(out_dir):
-        out_dir.mkdir(parents=True, exist_ok=True)
-        if (out_dir / "tokenizer").exists():
-            copy_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
-        with publish(out_dir / domain, overwrite=overwrite) as scratch:
-            tasks = plan_tasks(sources, validation, validation_fraction)
-            results = encode_all(tasks, job, encoder, workers or default_workers())
-            every = [*sources, *(validation or [])]
-            with byte_progress(f"tokenising {domain}", sum(source.size for source in every)) as advance:
-                counts = _write(scratch, zip(tasks, results), job.dtype, advance)
-            _check_counts(counts, inputs, validation_fraction)
-            meta = {
-                "format": FORMAT,
-                "domain": domain,
-                "tokenizer_sha256": tokenizer_hash(tokenizer),
-                "vocab_size": encoder.vocab_size,
-                "eod_id": encoder.eod_id,
-                "append_eod": append_eod,
-                "token_dtype": job.dtype,
-                "validation_fraction": None if validation is not None else validation_fraction,
-                **counts,
-                "sources": [{"path": _source_name(source.path, out_dir), "bytes": source.size} for source in every],
-            }
-            copy_tokenizer(tokenizer, out_dir / "tokenizer")
-            write_json(scratch / "meta.json", meta)
+    if (out_dir / "tokenizer").exists():
+        keep_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
+    with atomic_dir(out_dir / domain, overwrite=overwrite) as scratch:
+        tasks = plan_tasks(sources, validation, validation_fraction)
+        results = encode_all(tasks, job, encoder, workers or default_workers())
+        every = [*sources, *(validation or [])]
+        with byte_progress(sum(source.size for source in every), f"tokenising {domain}") as advance:
+            counts = _write(scratch, zip(tasks, results), job.dtype, advance)
+        _check_counts(counts, inputs, validation_fraction)
+        meta = {
+            "format": FORMAT,
+            "domain": domain,
+            "tokenizer_sha256": tokenizer_hash(tokenizer),
+            "vocab_size": encoder.vocab_size,
+            "eod_id": encoder.eod_id,
+            "append_eod": append_eod,
+            "token_dtype": job.dtype,
+            "validation_fraction": None if validation is not None else validation_fraction,
+            **counts,
+            "sources": [{"path": _source_name(source.path, out_dir), "bytes": source.size} for source in every],
+        }
+        keep_tokenizer(tokenizer, out_dir / "tokenizer")
+        write_json(scratch / "meta.json", meta)
     return meta
-
-
-def default_workers() -> int:
-    """CPUs that this process may use (a Slurm allocation, not the whole node)."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _source_name(path: Path, out_dir: Path) -> str:
@@ -123,16 +120,26 @@ def _source_name(path: Path, out_dir: Path) -> str:
 
 
 def _check_arguments(domain: str, workers: int | None, fraction: float, target: Path, overwrite: bool) -> None:
-    if not _DOMAIN.fullmatch(domain) or domain in _RESERVED:
-        raise UserError(
-            f"domain={domain!r}: use lower-case letters, digits, '_' and '-' only, but not {', '.join(_RESERVED)}"
-        )
+    check_domain(domain, f"--domain {domain!r}")
     if workers is not None and workers < 1:
-        raise UserError(f"workers={workers}: must be at least 1")
+        raise UserError(f"--workers {workers}: must be at least 1")
     if not 0 < fraction < 1:
-        raise UserError(f"validation_fraction={fraction}: must lie between 0 and 1")
+        raise UserError(f"--validation-fraction {fraction}: must lie between 0 and 1")
     if target.exists() and not overwrite:
-        raise UserError(f"{target}: exists; choose another name or folder, or pass overwrite=true")
+        raise UserError(f"{target}: exists; choose another name or folder, or pass --overwrite")
+    if os.path.lexists(target):
+        check_replaceable(target)
+
+
+def check_replaceable(target: Path) -> None:
+    """Raise UserError unless `target` is a domain that `prepare_data` wrote, and nothing else: it will be deleted."""
+    remedy = "so --overwrite leaves it; choose another name or folder, or move it away"
+    if target.is_symlink() or not target.is_dir() or not (target / "meta.json").is_file():
+        raise UserError(f"{target}: is no domain that prepare-data wrote, {remedy}")
+    if foreign := sorted({path.name for path in target.iterdir()} - {*DOMAIN_FILES}):
+        raise UserError(f"{target}: holds {foreign[0]!r}, which is not the domain's, {remedy}")
+    if not {"format", "domain", "tokenizer_sha256"} <= read_json(target / "meta.json").keys():
+        raise UserError(f"{target}: its meta.json is not of prepare-data, {remedy}")
 
 
 def _validation_sources(given: Sequence[Path] | None, train: list[Source], pattern: str) -> list[Source] | None:
@@ -174,18 +181,16 @@ def _write(
         advance(sum(piece.end - piece.start for piece in task))
     for split, builder in builders.items():
         builder.finalize(str(scratch / f"{split}.idx"))
-        sync(scratch / f"{split}.bin")
-        sync(scratch / f"{split}.idx")
     return counts
 
 
 def _check_counts(counts: dict[str, dict[str, int]], inputs: Sequence[Path], fraction: float) -> None:
-    first = f"input={inputs[0]}" + (" ..." if len(inputs) > 1 else "")
+    first = str(inputs[0]) + (" ..." if len(inputs) > 1 else "")
     if not counts["train"]["tokens"] + counts["valid"]["tokens"]:
         raise UserError(f"{first}: text with no tokens; give files that hold text")
     for split, name in (("train", "training"), ("valid", "validation")):
         if not counts[split]["tokens"]:
             raise UserError(
-                f"{first}: the {name} split is empty at validation_fraction={fraction}; "
-                "give more files or documents, another fraction, or validation_inputs"
+                f"{first}: the {name} split is empty at --validation-fraction {fraction}; "
+                "give more files or documents, or another fraction"
             )

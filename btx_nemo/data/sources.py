@@ -46,23 +46,29 @@ def find_sources(inputs: Sequence[Path], pattern: str = "*") -> list[Source]:
     """Files in the order given; folders are walked in sorted order, hidden names and links to folders left out.
 
     Raises:
-        UserError: an input does not exist, is not a regular file, or there is no file at all.
+        UserError: an input does not exist, is not a regular file or is given twice, or there is no file at all.
     """
     paths: list[Path] = []
+    from_input: dict[str, Path] = {}
     for item in map(Path, inputs):
         if item.is_dir():
             found = sorted(_walk(item, pattern), key=lambda path: path.relative_to(item).as_posix())
             if not found:
-                raise UserError(f"input={item}: no file in this folder matches {pattern!r}")
-            paths += found
+                raise UserError(f"{item}: no file in this folder matches {pattern!r}")
+            new = found
         elif not item.exists():
-            raise UserError(f"input={item}: no such file or folder")
+            raise UserError(f"{item}: no such file or folder")
         elif not stat.S_ISREG(item.stat().st_mode):
-            raise UserError(f"input={item}: not a regular file")
+            raise UserError(f"{item}: not a regular file")
         else:
-            paths.append(item)
+            new = [item]
+        for path in new:
+            if (real := os.path.realpath(path)) in from_input:
+                raise UserError(f"{path}: given twice, also as {from_input[real]}; name it once")
+        from_input |= {os.path.realpath(path): path for path in new}
+        paths += new
     if not paths:
-        raise UserError("input: nothing given; name text files, JSONL files or folders")
+        raise UserError("inputs: nothing given; name text files, JSONL files or folders")
     unique = {os.path.realpath(path): path for path in reversed(paths)}  # the first spelling of a file given twice
     kept = set(unique.values())
     return [Source(path=path, size=path.stat().st_size) for path in dict.fromkeys(paths) if path in kept]
@@ -202,7 +208,9 @@ def _parse_line(line: str, path: Path, at: int, text_key: str) -> str:
         raise UserError(f"{path}:{_line_number(path, at)}: not JSON ({str(error)[:80]})") from error
     if not isinstance(record, dict) or text_key not in record:
         keys = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{path}:{_line_number(path, at)}: no key {text_key!r} (found: {keys}); set text_key")
+        raise UserError(
+            f"{path}:{_line_number(path, at)}: no key {text_key!r} (found: {keys}); name it with --text-key"
+        )
     text = record[text_key]
     if not isinstance(text, str):
         raise UserError(f"{path}:{_line_number(path, at)}: {text_key!r} is {type(text).__name__}, not text")

@@ -2,65 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.data.publish import sync
+from btx_nemo.checkpoints.atomic import atomic_dir
+from btx_nemo.checkpoints.files import read_json, read_regular
+from btx_nemo.checkpoints.tokenizer_files import MAX_BYTES, check_tokenizer, copy_tokenizer, tokenizer_files
 from btx_nemo.errors import EnvironmentLacks, UserError
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "added_tokens.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
-"""What a tokenizer can consist of; only these are copied, never a whole model folder."""
-_VOCABULARY_FILES = TOKENIZER_FILES[:7]
+_VOCABULARIES = {
+    *("tokenizer.json", "tokenizer.model", "spiece.model"),
+    *("vocab.json", "merges.txt", "vocab.txt", "added_tokens.json"),
+}
+"""Files that decide the ids."""
 _EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """Tried in this order when the folder does not name its end-of-sequence token."""
 
 
-def tokenizer_files(path: Path) -> list[Path]:
-    """The tokenizer's files, given its folder or its tokenizer.json.
-
-    Raises:
-        UserError: there is none.
-    """
+def _files(path: Path) -> dict[str, Path]:
+    """Name -> file of the tokenizer's files, given its folder or its tokenizer.json. Raises UserError without one."""
     path = Path(path)
     if path.is_file() and path.suffix == ".json":
-        return [path]
-    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
-    if not any(file.name in _VOCABULARY_FILES for file in files):
+        return {"tokenizer.json": path}  # a lone one may have any name
+    check_tokenizer(path)
+    files = {file.name: file for file in tokenizer_files(path)}
+    if not files.keys() & _VOCABULARIES:
         raise UserError(
-            f"tokenizer={path}: no tokenizer there; give the folder that holds tokenizer.json, or that file"
+            f"--tokenizer {path}: no tokenizer there; give the folder that holds tokenizer.json, or that file"
         )
     return files
 
 
 def tokenizer_hash(path: Path) -> str:
     """SHA-256 of what decides the ids: tokenizer.json alone where there is one, else all vocabulary files."""
-    files = {file.name: file for file in tokenizer_files(path)}
-    if Path(path).is_file() or "tokenizer.json" in files:
-        chosen = [files.get("tokenizer.json", Path(path))]
-    else:
-        chosen = [file for name, file in sorted(files.items()) if name in _VOCABULARY_FILES]
+    files = _files(path)
+    names = ["tokenizer.json"] if "tokenizer.json" in files else sorted(files.keys() & _VOCABULARIES)
     digest = hashlib.sha256()
-    for file in chosen:
-        digest.update(file.read_bytes())
+    for name in names:
+        digest.update(read_regular(files[name], MAX_BYTES))
     return digest.hexdigest()
 
 
@@ -99,16 +81,16 @@ def load_encoder(path: Path, *, eod_token: str | None = None) -> Encoder:
         UserError: no tokenizer there, a damaged one, or `eod_token` is not in it.
         EnvironmentLacks: the tokenizer has no tokenizer.json and transformers is not installed.
     """
-    files = {file.name: file for file in tokenizer_files(path)}
-    fast = Path(path) if Path(path).is_file() else files.get("tokenizer.json")
+    files = _files(path)
+    fast = files.get("tokenizer.json")
     backend = _load_fast(fast) if fast else _load_transformers(Path(path))
     vocab = backend.get_vocab()
     if not vocab:
-        raise UserError(f"tokenizer={path}: its vocabulary is empty")
+        raise UserError(f"--tokenizer {path}: its vocabulary is empty")
     wanted = [eod_token] if eod_token else [*_declared_eos(files), *_EOD_TOKENS]
     eod = next((vocab[token] for token in wanted if token in vocab), None)
     if eod_token and eod is None:
-        raise UserError(f"tokenizer={path}: eod_token={eod_token!r} is not in its vocabulary")
+        raise UserError(f"--eod-token {eod_token!r}: {path} has no such token; name one of its vocabulary")
     return Encoder(backend=backend, vocab_size=max(vocab.values()) + 1, eod_id=eod)
 
 
@@ -118,7 +100,7 @@ def _load_fast(path: Path) -> Any:
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise UserError(f"tokenizer={path}: damaged ({str(error)[:120]})") from error
+        raise UserError(f"--tokenizer {path}: damaged ({str(error)[:120]})") from error
     backend.no_truncation()  # some folders carry a maximum length, which would cut documents
     backend.no_padding()
     return backend
@@ -129,12 +111,12 @@ def _load_transformers(path: Path) -> Any:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise EnvironmentLacks(
-            f"tokenizer={path}: without tokenizer.json it needs transformers: pip install transformers"
+            f"--tokenizer {path}: without tokenizer.json it needs transformers: pip install transformers"
         ) from error
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any of a dozen types, according to which file is missing
-        raise UserError(f"tokenizer={path}: transformers cannot load it ({str(error)[:120]})") from error
+        raise UserError(f"--tokenizer {path}: transformers cannot load it ({str(error)[:120]})") from error
 
 
 def _declared_eos(files: dict[str, Path]) -> list[str]:
@@ -143,17 +125,14 @@ def _declared_eos(files: dict[str, Path]) -> list[str]:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if name not in files:
             continue
-        try:
-            token = json.loads(files[name].read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{files[name]}: not a JSON object ({error})") from error
+        token = read_json(files[name]).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             found.append(token)
     return found
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
+def keep_tokenizer(source: Path, target: Path) -> None:
     """Copy a tokenizer to the folder `target`, whole or not at all; one that is there must be the same.
 
     Raises:
@@ -161,19 +140,12 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     """
     source, target = Path(source), Path(target)
     if not target.exists():
-        scratch = Path(tempfile.mkdtemp(prefix=".tmp-tokenizer-", dir=target.parent))
         try:
-            for file in tokenizer_files(source):
-                # a lone tokenizer.json may have any name
-                name = "tokenizer.json" if source.is_file() else file.name
-                shutil.copyfile(file, scratch / name)
-                sync(scratch / name)
-            scratch.chmod(0o755)
-            # where another domain's run was quicker, the rename fails and the comparison below decides
-            with contextlib.suppress(OSError):
-                os.rename(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            with atomic_dir(target) as scratch:
+                copy_tokenizer(source, scratch)
+        except UserError:
+            if not target.exists():  # else another domain's run was quicker, and the comparison decides
+                raise
     if tokenizer_hash(target) != tokenizer_hash(source):
         raise UserError(
             f"{target}: the domains there were made with another tokenizer than {source}; "

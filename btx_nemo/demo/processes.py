@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.errors import BtxError
+import psutil
+
+from btx_nemo.errors import BtxError, UserError
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,24 @@ def run_all(processes: Sequence[TrainProcess], logs: Path, watch: Callable[[Mapp
             watch({p.name: _newest_step(p.out) for p in processes})
             for name, code in codes.items():
                 if code:
-                    raise BtxError(f"{name}: training ended with code {code}: {_last_line(logs / f'{name}.log')}")
+                    kind = UserError if code == UserError.exit_code else BtxError
+                    raise kind(f"{name}: training ended with code {code}: {_last_line(logs / f'{name}.log')}")
             if all(code == 0 for code in codes.values()):
                 return
             time.sleep(0.5)
     finally:
         for handle in running.values():
             if handle.poll() is None:
-                os.killpg(handle.pid, signal.SIGKILL)
-                handle.wait()
+                _kill_tree(handle)
+
+
+def _kill_tree(handle: subprocess.Popen) -> None:
+    """Ends a process and all it started: torchrun's ranks have process groups of their own."""
+    process = psutil.Process(handle.pid)
+    for one in (*process.children(recursive=True), process):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    handle.wait()
 
 
 def _newest_step(out: Path) -> dict[str, Any]:

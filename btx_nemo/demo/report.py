@@ -74,13 +74,12 @@ def loss_table(rows: Sequence[tuple[str, Sequence[float]]], domains: Sequence[st
 
 def logit_difference(checkpoint: Path, folder: Path) -> float:
     """Largest absolute difference between Megatron's logits of a checkpoint and transformers' of its export."""
-    import torch
-
     from btx_nemo.convert.logits import hf_logits, megatron_logits
+    from btx_nemo.convert.verify import compare_logits, probe_tokens, quiet_transformers
     from btx_nemo.families.source import open_source
 
-    vocab_size = open_source(folder).config.vocab_size
-    tokens = torch.randint(0, vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    tokens = probe_tokens(open_source(folder).config.vocab_size)
     ours = megatron_logits(checkpoint, tokens)
     assert ours is not None
-    return (ours - hf_logits(folder, tokens)).abs().max().item()
+    with quiet_transformers():
+        return compare_logits(ours, hf_logits(folder, tokens)).largest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ def demo(out: Path, *, size: str = "full", until: str = "report") -> None:
     chosen = SIZES[size]
     work = _Demo(out, chosen)
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the trainings it started end too
     with Board(dict(zip(STEPS, chosen.expected_seconds))) as board:
         for step in STEPS[: STEPS.index(until) + 1]:
             if step == "report":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from btx_nemo.checkpoints.safetensors import read_json
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.expr import Expr

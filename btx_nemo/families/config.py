@@ -49,19 +49,10 @@ class ModelConfig:
     rope_theta: float = 10000.0
     """Base of the rotary embedding."""
     rope_scaling: dict[str, Any] | None = None
-    """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None for none."""
+    """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None: plain RoPE."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     init_std: float = 0.02
     """Standard deviation of fresh weights."""
     moe: MoEConfig | None = None
     """The mixture, or None for a dense model."""
-
-    def __post_init__(self) -> None:
-        if self.num_query_groups < 1 or self.num_attention_heads % self.num_query_groups:
-            from btx_nemo.errors import UserError
-
-            raise UserError(
-                f"model: num_query_groups={self.num_query_groups} does not divide "
-                f"num_attention_heads={self.num_attention_heads}; choose a divisor"
-            )

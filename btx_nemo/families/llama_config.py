@@ -59,7 +59,7 @@ def read(config: Mapping[str, Any], where: str) -> ModelConfig:
         norm_eps=_number(config, "rms_norm_eps", where, defaults["rms_norm_eps"]),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings", where),
         init_std=_number(config, "initializer_range", where, 0.02),
         moe=moe,
     )
@@ -95,12 +95,15 @@ def read_rope(config: Mapping[str, Any], where: str, default_theta: float) -> tu
     for value, key in ((parameters, "rope_parameters"), (old, "rope_scaling")):
         if value is not None and not isinstance(value, dict):
             raise UserError(f"{where}: {key} must be a table or null, not {value!r}")
-    theta_old = config.get("rope_theta")
-    theta_new = (parameters or {}).get("rope_theta", (old or {}).get("rope_theta"))
+    stated = [table for table in (parameters, old, config) if table is not None and "rope_theta" in table]
+    thetas = [None if table["rope_theta"] is None else _number(table, "rope_theta", where) for table in stated]
+    if thetas and all(value is None for value in thetas):
+        raise UserError(f"{where}: rope_theta=None must be a positive number; state it, or leave it out")
+    theta_old = thetas.pop() if "rope_theta" in config else None
+    theta_new = next((value for value in thetas if value is not None), None)
     if theta_old is not None and theta_new is not None and theta_old != theta_new:
         raise UserError(f"{where}: rope_theta={theta_old} but rope_parameters says {theta_new}; make them agree")
-    chosen = theta_old if theta_old is not None else theta_new if theta_new is not None else default_theta
-    theta = _number({"rope_theta": chosen}, "rope_theta", where)
+    theta = theta_old if theta_old is not None else theta_new if theta_new is not None else default_theta
     scalings = [_scaling(value, where) for value in (parameters, old) if value]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise UserError(f"{where}: rope_scaling={scalings[1]} but rope_parameters={scalings[0]}; make them agree")
@@ -130,6 +133,13 @@ def _natural(config: Mapping[str, Any], key: str, where: str, default: int | Non
         raise UserError(f"{where}: {key} is missing; is this the model's config.json?")
     if type(value) is not int or not 0 < value < 1 << 40:
         raise UserError(f"{where}: {key}={value!r} must be a positive whole number")
+    return value
+
+
+def _flag(config: Mapping[str, Any], key: str, where: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: {key}={value!r} must be true or false")
     return value
 
 

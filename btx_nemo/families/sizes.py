@@ -27,6 +27,11 @@ def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
         value = getattr(config, name)
         if type(value) is not int or not 0 < value <= largest:
             raise UserError(f"{where}: {name}={value!r} must be a whole number from 1 to {largest}")
+    if config.num_attention_heads % config.num_query_groups:
+        raise UserError(
+            f"{where}: num_query_groups={config.num_query_groups} does not divide "
+            f"num_attention_heads={config.num_attention_heads}; choose a divisor"
+        )
     for name in ("norm_eps", "rope_theta", "init_std"):
         value = getattr(config, name)
         if not (math.isfinite(value) and value > 0):

@@ -14,10 +14,11 @@ import torch
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.dist_format import METADATA
+from btx_nemo.checkpoints.files import read_json, read_regular, write_json
 from btx_nemo.checkpoints.manifest import read_manifest
-from btx_nemo.checkpoints.reader import Reader, read_regular
-from btx_nemo.checkpoints.safetensors import SafetensorsReader, read_json
-from btx_nemo.checkpoints.tokenizer_files import special_ids, write_json
+from btx_nemo.checkpoints.reader import Reader
+from btx_nemo.checkpoints.safetensors import SafetensorsReader
+from btx_nemo.checkpoints.tokenizer_files import special_ids
 from btx_nemo.checkpoints.torch_dist import DistReader
 from btx_nemo.config.build import build
 from btx_nemo.errors import UserError

@@ -7,19 +7,18 @@ themselves what a rerun has to do, and the state of a pipeline is nothing but th
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from btx_nemo.config.domains import check_domain
 from btx_nemo.errors import EnvironmentLacks, UserError
 from btx_nemo.launch.local import run_here
 
-DOMAIN = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 STAGES = ("expert", "mix", "export")
 
 
@@ -38,35 +37,6 @@ class Job:
         return [str(self.script), *self.args]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SubmitCommand:
-    """`btx-nemo submit DOMAIN... [--runs DIR] [--dry-run] [--local] [--sbatch=OPT ...] [-- OVERRIDE...]`."""
-
-    domains: Sequence[str]
-    runs: Path | None = None
-    """Folder of all runs; $BTX_RUNS, else `runs` here."""
-    dry_run: bool = False
-    """Print what would be submitted, as a shell script, and submit nothing."""
-    local: bool = False
-    """Run the scripts here, one after the other, although there is a Slurm."""
-    sbatch: Sequence[str] = field(default_factory=tuple)
-    """Options for every sbatch, e.g. `--time=12:00:00`."""
-    overrides: Sequence[str] = field(default_factory=tuple)
-    """Overrides of the experts' and the joint training, or of one stage: `mix:moe.top_k=2`."""
-
-
-def submit_command(command: SubmitCommand) -> None:
-    """Runs `btx-nemo submit`; raises what `submit` raises."""
-    submit(
-        command.domains,
-        sbatch_options=command.sbatch,
-        overrides=command.overrides,
-        dry_run=command.dry_run,
-        runs_dir=command.runs,
-        local=command.local,
-    )
-
-
 def submit(
     domains: Sequence[str],
     *,
@@ -80,7 +50,7 @@ def submit(
 
     Without Slurm, or with `local`, the same scripts run here one after the other and the first that
     fails ends it. An override goes to the experts' and the joint training; `expert:K=V`, `mix:K=V` and `export:K=V`
-    go to one stage. With `dry_run` a shell script is printed that would do the same.
+    go to one stage (`mix:layout.ep=2`). With `dry_run` a shell script is printed that would do the same.
 
     Raises UserError for no domain, a bad or repeated domain and what sbatch refuses (nothing stays submitted then),
     EnvironmentLacks where the scripts are missing, and for a script that fails here the error of its exit status.
@@ -143,10 +113,7 @@ def _check_domains(domains: Sequence[str]) -> None:
     if not domains:
         raise UserError("submit: no domain; name at least one, e.g. btx-nemo submit math code prose")
     for domain in domains:
-        if not DOMAIN.fullmatch(domain):
-            raise UserError(
-                f"submit: domain {domain!r}: only a-z, 0-9, _ and - are allowed, a letter first; rename the domain"
-            )
+        check_domain(domain, f"submit: domain {domain!r}")
         if list(domains).count(domain) > 1:
             raise UserError(f"submit: domain {domain!r} is named twice; name it once")
 

@@ -13,10 +13,11 @@ from typing import Any
 
 def has_transformer_engine() -> bool:
     """Whether Megatron's Transformer Engine layers can be used: the package, and a GPU to run them on."""
-    import torch
     from megatron.core.extensions import transformer_engine
 
-    return torch.cuda.is_available() and getattr(transformer_engine, "HAVE_TE", False)
+    from btx_nemo.megatron.platform import has_gpu
+
+    return has_gpu() and getattr(transformer_engine, "HAVE_TE", False)
 
 
 def with_router(mlp: Any, router: Callable[..., Any]) -> Any:

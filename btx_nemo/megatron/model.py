@@ -75,8 +75,12 @@ def build_model(
     precision: str = "fp32",
     router: RouterConfig | None = None,
     recompute: str = "none",
+    transformer_engine: bool | None = None,
 ) -> torch.nn.Module:
-    """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered."""
+    """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered.
+
+    `transformer_engine` is `block_spec`'s.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -85,7 +89,9 @@ def build_model(
     config = transformer_config(model, layout, precision=precision, recompute=recompute)
     gpt = GPTModel(
         config,
-        block_spec(model, router or RouterConfig(), model.num_layers // layout.pp),
+        block_spec(
+            model, router or RouterConfig(), model.num_layers // layout.pp, transformer_engine=transformer_engine
+        ),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type="rope",

@@ -7,13 +7,12 @@ import datetime
 import os
 from collections.abc import Iterator
 
-import torch
 import torch.distributed as dist
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.megatron.platform import backend, cpu_platform
+from btx_nemo.megatron.platform import backend, cpu_platform, select_device
 
 
 def world_size() -> int:
@@ -81,8 +80,7 @@ def parallel_state(layout: LayoutConfig, *, seed: int) -> Iterator[None]:
 
 def _init_distributed() -> None:
     minutes = datetime.timedelta(minutes=int(os.environ.get("BTX_DIST_TIMEOUT_MINUTES", "30")))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    select_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         dist.init_process_group(backend(), timeout=minutes)
     else:

@@ -20,16 +20,27 @@ _cuda_generator = torch.Generator()
 which the routers derive their seeds. Nothing that we build draws from it (there is no dropout)."""
 
 
+def has_gpu() -> bool:
+    """Whether this process computes on a GPU."""
+    return torch.cuda.is_available()
+
+
+def select_device(local_rank: int) -> None:
+    """Gives this process its GPU of the node; nothing where there is none."""
+    if has_gpu():
+        torch.cuda.set_device(local_rank)
+
+
 def device() -> torch.device:
     """The device that models live on: this process's GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
+    if has_gpu():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def backend() -> str:
     """The torch.distributed backend for `device()`."""
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    return "nccl" if has_gpu() else "gloo"
 
 
 def _names_cuda(value: object) -> bool:
@@ -119,7 +130,7 @@ def cpu_platform() -> Iterator[None]:
     Everything is put back on leaving. Enter it before Megatron-Core is imported for the first time, and in the thread
     that computes (the redirection is per thread).
     """
-    if torch.cuda.is_available() or torch.cuda.Stream is _Inert:
+    if has_gpu() or torch.cuda.Stream is _Inert:
         yield
         return
     with contextlib.ExitStack() as stack:

@@ -29,21 +29,28 @@ class RMSNorm(torch.nn.RMSNorm):
         return self.weight * x32.to(x.dtype)
 
 
-def block_spec(model: ModelConfig, router: RouterConfig, num_layers: int) -> Any:
-    """TransformerBlockSubmodules for `num_layers` layers of this pipeline stage."""
+def block_spec(
+    model: ModelConfig, router: RouterConfig, num_layers: int, *, transformer_engine: bool | None = None
+) -> Any:
+    """TransformerBlockSubmodules for `num_layers` layers of this pipeline stage.
+
+    `transformer_engine` chooses its layers or Megatron's own; None takes them where they are.
+    """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    layer = _transformer_engine_layer(model) if has_transformer_engine() else _local_layer(model)
+    if transformer_engine is None:
+        transformer_engine = has_transformer_engine()
+    layer = _transformer_engine_layer(model) if transformer_engine else _local_layer(model)
     submodules = layer.submodules
     if model.moe is not None:
         build_router = functools.partial(router_class(model.moe.router), model=model, options=router)
         submodules = dataclasses.replace(submodules, mlp=with_router(submodules.mlp, build_router))
     layer = dataclasses.replace(layer, submodules=submodules)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_final_norm())
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_final_norm(transformer_engine))
 
 
-def _final_norm() -> Any:
-    if not has_transformer_engine():
+def _final_norm(transformer_engine: bool) -> Any:
+    if not transformer_engine:
         return RMSNorm
     from megatron.core.extensions.transformer_engine import TENorm
 

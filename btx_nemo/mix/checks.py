@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
+from btx_nemo.checkpoints.tokenizer_files import (
+    behaviour_differences,
+    tokenizer_files,
+    vocabulary,
+    vocabulary_difference,
+)
+from btx_nemo.config.domains import check_domain
+from btx_nemo.convert.checkpoint import check_dtype, check_shard_size
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
 
-log = logging.getLogger(__name__)
+LARGEST_STD = 1e3
 SAME = {
     "family": "family",
     "hidden_size": "hidden_size",
@@ -32,7 +36,6 @@ SAME = {
     "max_position_embeddings": "max_position_embeddings",
 }
 """Settings that all sources must share -> config.json's name of each."""
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def check_settings(config: MixConfig) -> None:
@@ -40,19 +43,20 @@ def check_settings(config: MixConfig) -> None:
     if not config.experts:
         raise UserError("experts: none given; name at least one specialist, e.g. experts.math=DIR")
     for name in config.experts:
-        if name in ("seed", "generalist") or not name.replace("_", "").replace("-", "").isalnum():
-            raise UserError(f"experts.{name}: not a usable name; take letters, digits, - and _, not seed or generalist")
+        check_domain(name, f"experts.{name}")
     count = len(config.experts) + bool(config.include_seed)
     if config.top_k < 1:
         raise UserError(f"top_k={config.top_k} must be at least 1")
     if config.top_k > count:
         raise UserError(f"top_k={config.top_k} exceeds the {count} experts; lower top_k or add experts")
-    if not (math.isfinite(config.router_init_std) and config.router_init_std >= 0):
-        raise UserError(f"router_init_std={config.router_init_std} must be zero or a positive number")
-    if config.dtype is not None and config.dtype not in DTYPES:
-        raise UserError(f"dtype={config.dtype}: unknown; known: {', '.join(DTYPES)}")
-    if config.shard_size < 1:
-        raise UserError(f"shard_size={config.shard_size} must be a positive number of bytes")
+    if not 0 <= config.router_init_std <= LARGEST_STD:
+        raise UserError(
+            f"router_init_std={config.router_init_std} must be zero or a positive number, at most {LARGEST_STD:g}"
+        )
+    if not 0 <= config.rng_seed < 1 << 63:
+        raise UserError(f"rng_seed={config.rng_seed} must be a whole number from 0 to 2**63 - 1")
+    check_dtype(config.dtype)
+    check_shard_size(config.shard_size)
     if config.workers is not None and config.workers < 1:
         raise UserError(f"workers={config.workers} must be at least 1")
 
@@ -83,8 +87,6 @@ def check_sources(seed: Source, experts: list[Source]) -> None:
 def check_tokenizers(seed: Source, experts: list[Source]) -> None:
     """Raise UserError naming the first token on which two tokenizers differ, or an id beyond the embedding."""
     reference = vocabulary(seed.tokenizer)
-    if reference is None and not tokenizer_files(seed.tokenizer):
-        log.warning("%s: no tokenizer; the mixture will have none", seed.folder)
     if reference and max(reference.values()) >= seed.config.vocab_size:
         token = max(reference, key=lambda name: reference[name])
         raise UserError(
@@ -92,25 +94,19 @@ def check_tokenizers(seed: Source, experts: list[Source]) -> None:
             f"{seed.config.vocab_size} rows; is it the tokenizer of this model?"
         )
     for expert in experts:
-        _compare_vocabularies(seed, expert, reference, vocabulary(expert.tokenizer))
+        difference = vocabulary_difference(vocabulary(expert.tokenizer), reference)
+        if difference:
+            raise UserError(
+                f"{expert.tokenizer}/tokenizer.json: {difference} in the seed's {seed.tokenizer}; "
+                "specialists must keep the seed's tokenizer"
+            )
         _compare_models(seed, expert)
-
-
-def _compare_vocabularies(
-    seed: Source, expert: Source, reference: Mapping[str, int] | None, other: Mapping[str, int] | None
-) -> None:
-    if reference is None or other is None:
-        if (reference is None) != (other is None):
-            log.warning("%s and %s: only one has tokenizer.json; not compared", seed.folder, expert.folder)
-        return
-    if reference == other:
-        return
-    token = next(name for name in sorted({*reference, *other}) if reference.get(name) != other.get(name))
-    mine, theirs = _shown(other.get(token)), _shown(reference.get(token))
-    raise UserError(
-        f"{expert.tokenizer}/tokenizer.json: token {token!r} is {mine} but {theirs} in the seed's {seed.tokenizer}; "
-        "specialists must keep the seed's tokenizer"
-    )
+        for part in behaviour_differences(expert.tokenizer, seed.tokenizer):
+            if part.startswith("model."):
+                raise UserError(
+                    f"{expert.tokenizer}/tokenizer.json: {part} differs from the seed's {seed.tokenizer}; "
+                    "specialists must keep the seed's tokenizer"
+                )
 
 
 def _compare_models(seed: Source, expert: Source) -> None:
@@ -119,19 +115,22 @@ def _compare_models(seed: Source, expert: Source) -> None:
         raise UserError(f"{mine}: differs from the seed's {theirs}; specialists must keep the seed's tokenizer")
 
 
-def _shown(number: int | None) -> str:
-    return "missing" if number is None else f"id {number}"
-
-
-def warn_equal_to_seed(seed: Source, experts: list[Source]) -> list[str]:
-    """Names of the specialists whose first and last feed-forward blocks are bit-equal to the seed's, with a warning."""
-    equal = []
+def warnings(seed: Source, experts: list[Source]) -> list[str]:
+    """What is allowed but seldom meant, one line each, for sources that have passed the checks. Reads a few rows."""
+    found = []
+    if not tokenizer_files(seed.tokenizer):
+        found.append(f"{seed.folder}: no tokenizer; the mixture will have none")
+    known = vocabulary(seed.tokenizer) is not None
     layers = sorted({0, seed.config.num_layers - 1})
     for expert in experts:
+        if known != (vocabulary(expert.tokenizer) is not None):
+            found.append(f"{seed.folder} and {expert.folder}: only one has tokenizer.json; not compared")
+        for part in behaviour_differences(expert.tokenizer, seed.tokenizer):
+            where = f"{expert.tokenizer}/tokenizer.json: {part} differs from the seed's {seed.tokenizer}"
+            found.append(f"{where}; the mixture takes the seed's")
         if all(torch.equal(_sample(seed, layer), _sample(expert, layer)) for layer in layers):
-            log.warning("%s: expert %s looks bit-equal to the seed; was it trained?", expert.folder, expert.name)
-            equal.append(expert.name)
-    return equal
+            found.append(f"{expert.folder}: expert {expert.name} looks bit-equal to the seed; was it trained?")
+    return found
 
 
 def _sample(source: Source, layer: int) -> torch.Tensor:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
-from btx_nemo.checkpoints.manifest import source_facts, write_manifest
+from btx_nemo.checkpoints.files import write_json
+from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, write_json
+from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
+from btx_nemo.convert.checkpoint import facts, space_needed, stream
 from btx_nemo.families.base import hf_config
 from btx_nemo.families.source import Source, check_tied, open_source
 from btx_nemo.mix import checks
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, get_recipe
-from btx_nemo.plan.execute import default_workers, execute
+from btx_nemo.plan.execute import MAX_THREADS
 from btx_nemo.plan.expr import substitute
 from btx_nemo.plan.plan import Job, Plan
-from btx_nemo.plan.progress import byte_progress
 from btx_nemo.plan.table import print_plan
+from btx_nemo.plan.workers import default_workers
 
 SEED = "seed"
-OVERHEAD_BYTES = 64 << 20
-"""Room for headers, tokenizer and the file system's own needs, when free space is checked."""
+log = logging.getLogger(__name__)
 
 
 def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
@@ -50,14 +52,16 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
     mixture.plan.check()
     plan = lower(mixture.plan, [seed, *experts])
     plan.check()
-    workers = config.workers or default_workers()
+    workers = config.workers or default_workers(MAX_THREADS)
     if dry_run:
         print_plan(plan, workers)
         return
     for source in (seed, *experts):
         check_tied(source)
-    checks.warn_equal_to_seed(seed, experts)
+    warnings = checks.warnings(seed, experts)
     _write(config, mixture, plan, seed, experts, workers)
+    for line in warnings:  # after all that can fail: an error is one line
+        log.warning(line)
 
 
 def lower(plan: Plan, sources: list[Source]) -> Plan:
@@ -72,28 +76,19 @@ def lower(plan: Plan, sources: list[Source]) -> Plan:
             dropped[source.name, tensor] = next(iter(unused))
         for tensor, reason in source.dropped.items():
             dropped[source.name, tensor] = reason
-    return Plan(jobs, {source.name: source.reader.layout() for source in sources}, dropped)
+    layouts = {source.name: source.reader.layout() for source in sources}
+    return Plan(jobs, layouts, dropped, {source.name: str(source.folder) for source in sources})
 
 
 def _write(config: MixConfig, mixture: Mixture, plan: Plan, seed: Source, experts: list[Source], workers: int) -> None:
     targets = {job.target: job.info for job in plan.jobs}
-    readers = {source.name: source.reader for source in (seed, *experts)}
-    with atomic_dir(config.out, plan.nbytes + OVERHEAD_BYTES) as folder:
+    with atomic_dir(config.out, space_needed(plan, seed.tokenizer)) as folder:
         sink = SafetensorsSink(folder, targets, config.shard_size)
-        try:
-            with byte_progress(plan.nbytes, "mix") as advance:
-                execute(plan, readers, sink, seed=config.rng_seed, workers=workers, progress=advance)
-            sink.close()
-        finally:
-            sink.abort()
+        stream(plan, [seed, *experts], sink, "mix", workers=workers, seed=config.rng_seed)
         copy_tokenizer(seed.tokenizer, folder)
         write_json(folder / "config.json", hf_config(mixture.model, config.dtype or seed.dtype, seed.base))
         write_manifest(
             folder,
             kind="mix",
-            extra={
-                **checks.facts(config),
-                "sources": {source.name: source_facts(source.folder, source.layout()) for source in (seed, *experts)},
-                "dropped": {f"{source}:{tensor}": reason for (source, tensor), reason in plan.dropped.items()},
-            },
+            extra={**checks.facts(config), **facts([seed, *experts], plan)},
         )

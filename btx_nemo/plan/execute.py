@@ -6,7 +6,6 @@ with layers or experts. Results depend neither on the number of workers nor on t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -37,9 +36,12 @@ from btx_nemo.plan.expr import (
 )
 from btx_nemo.plan.layout import ITEMSIZE, Box, Layout, TensorInfo, full_box
 from btx_nemo.plan.plan import Job, Plan
+from btx_nemo.plan.workers import default_workers
 
 BLOCK_BYTES = 1 << 20
 """Target bytes that one worker makes at a time: with its parts it stays in the CPU's cache (scripts/bench_mix.py)."""
+MAX_THREADS = 8
+"""Threads that are used unless told otherwise, at most: more do not read or write faster."""
 
 
 class TensorReader(Protocol):
@@ -128,6 +130,32 @@ def check_finite(tensor: torch.Tensor, box: Box, name: str, where: str) -> None:
     value = float(tensor[tuple(local)])
     raise UserError(
         f"{where}: tensor {name!r} holds a non-finite value ({value}) at index {index}; train or export it again"
+    )
+
+
+def may_overflow(expr: Expr, sources: Mapping[str, Layout], info: TensorInfo) -> bool:
+    """Whether finite sources can give a result that is not: it is fresh or a mean, or a cast narrows its range."""
+
+    def computed(part: Expr) -> bool:
+        if isinstance(part, (Slice, Index)):
+            return computed(part.of)
+        if isinstance(part, (Concat, Stack)):
+            return any(map(computed, part.parts))
+        return isinstance(part, (Mean, *FRESH))
+
+    return computed(expr) or infer(expr, sources, info).dtype != info.dtype
+
+
+def check_result(tensor: torch.Tensor, target: str, start: tuple[int, ...]) -> None:
+    """Raise UserError naming target and index when a result that begins at index `start` is not finite."""
+    if all_finite(tensor):
+        return
+    local = torch.nonzero(~torch.isfinite(tensor))[0].tolist()
+    index = [low + i for low, i in zip(start, local, strict=True)]
+    name = str(tensor.dtype).removeprefix("torch.")
+    raise UserError(
+        f"target tensor {target!r} would hold a value beyond the range of {name} at index {index}; choose another "
+        "dtype (dtype=bfloat16 or dtype=float32), or, where sources hold values that large, train them again"
     )
 
 
@@ -221,6 +249,8 @@ def evaluate(
     part = crop(push_down(expr, sources, info), box, sources, info)
     out = torch.empty([stop - start for start, stop in box], dtype=torch_dtype(info.dtype))
     Evaluator(readers, sources, seed).into(part, out, info, target)
+    if may_overflow(expr, sources, info):
+        check_result(out, target, tuple(low for low, _ in box))
     return out
 
 
@@ -251,7 +281,7 @@ def execute(
             stop.set()
             raise
 
-    with ThreadPoolExecutor(workers or default_workers(), thread_name_prefix="btx-mix") as pool:
+    with ThreadPoolExecutor(workers or default_workers(MAX_THREADS), thread_name_prefix="btx-mix") as pool:
         futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -276,6 +306,7 @@ def _run_parts(
             return
         if job is not current:
             current, pushed = job, push_down(job.expr, evaluator.sources, job.info)
+            risky = may_overflow(pushed, evaluator.sources, job.info)
             whole = (
                 evaluate(pushed, evaluator.readers, job.info, job.target, evaluator.seed) if _is_fresh(job) else None
             )
@@ -285,6 +316,8 @@ def _run_parts(
                 out.copy_(whole[tuple(slice(low, high) for low, high in box)])
             else:
                 evaluator.into(crop(pushed, box, evaluator.sources, job.info), out, job.info, job.target)
+                if risky:
+                    check_result(out, job.target, tuple(low for low, _ in box))
             sink.write(job.target, box, out)
         if progress is not None:
             progress(prod(shape) * ITEMSIZE[job.info.dtype])
@@ -292,11 +325,6 @@ def _run_parts(
 
 def _is_fresh(job: Job) -> bool:
     return isinstance(job.expr, FRESH)
-
-
-def default_workers() -> int:
-    """Threads that a mix uses unless told otherwise: the CPUs this process may use, at most eight."""
-    return max(1, min(8, len(os.sched_getaffinity(0)))) if hasattr(os, "sched_getaffinity") else 4
 
 
 def peak_memory_bound(plan: Plan, workers: int) -> int:

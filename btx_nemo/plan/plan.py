@@ -29,6 +29,8 @@ class Plan:
     sources: Mapping[str, Layout]
     dropped: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """(source, tensor) -> the reason why it is not used."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """Source -> where it lies, for errors."""
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +60,9 @@ class Plan:
         for source, layout in self.sources.items():
             for name in layout:
                 if (source, name) not in used and (source, name) not in self.dropped:
+                    where = self.folders.get(source, f"source {source!r}")
                     raise UserError(
-                        f"source {source!r}: tensor {name!r} has no place in the result and is not named as dropped; "
+                        f"{where}: tensor {name!r} has no place in the result and is not named as dropped; "
                         "is it the architecture it says it is?"
                     )
         for source, name in self.dropped:

@@ -8,7 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from btx_nemo.plan.table import human_bytes
+
+def human_bytes(count: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{int(size)} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
 
 
 @contextmanager
@@ -43,7 +51,8 @@ def _sparse_lines(total: int, label: str) -> Callable[[int], None]:
             state["done"] += count
             tenth = 10 * state["done"] // max(total, 1)
             elapsed = time.monotonic() - begun
-            if tenth > state["tenth"] and elapsed > 2:
+            # no line at the end: the command says what came of it, in one line when that is an error
+            if tenth > state["tenth"] and elapsed > 2 and state["done"] < total:
                 state["tenth"] = tenth
                 rate = state["done"] / elapsed
                 left = (total - state["done"]) / rate

@@ -7,23 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from btx_nemo.plan.execute import peak_memory_bound
-from btx_nemo.plan.expr import describe, takes
+from btx_nemo.plan.expr import describe
 from btx_nemo.plan.plan import Plan
-
-
-def human_bytes(count: int) -> str:
-    """`1536` -> `1.5 KiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{int(size)} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
-
-
-def bytes_read(plan: Plan) -> int:
-    """Bytes of all source tensors that the plan reads, each counted as often as it is taken whole."""
-    return sum(plan.sources[t.source][t.name].nbytes for job in plan.jobs for t in takes(job.expr))
+from btx_nemo.plan.progress import human_bytes
 
 
 def plan_lines(plan: Plan) -> list[str]:

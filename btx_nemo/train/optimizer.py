@@ -22,6 +22,8 @@ def check_optim(config: TrainConfig) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(optim, name) < 1:
             raise UserError(f"optim.{name}={getattr(optim, name)}: must lie between 0 and 1, without 1")
+    if not optim.eps > 0:
+        raise UserError(f"optim.eps={optim.eps}: must be positive")
     for name in ("lr", "eps", "weight_decay", "clip_grad"):
         if not 0 <= getattr(optim, name) < float("inf"):
             raise UserError(f"optim.{name}={getattr(optim, name)}: must be a number that is not negative")

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
-from btx_nemo.checkpoints.tokenizer_files import tokenizer_files
+from btx_nemo.checkpoints.files import read_regular
+from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
@@ -19,20 +20,12 @@ from btx_nemo.families.sizes import check_sizes
 from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
 from btx_nemo.routers import is_mixtral, router_class
+from btx_nemo.routers.losses import LOSSES
+from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
 
-MAY_CHANGE = (
-    "layout",
-    "micro_batch_size",
-    "log_every",
-    "eval_every",
-    "eval_batches",
-    "checkpoint",
-    "export",
-    "out",
-    "recompute",
-)
+MAY_CHANGE = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out", "recompute")
 """Keys that a resumed run may change: none of them changes what is computed."""
 
 
@@ -65,6 +58,13 @@ def prepare(config: TrainConfig) -> Prepared:
     ):
         if not 0 <= value < float("inf"):
             raise UserError(f"{name}={value}: must not be negative")
+    if not 0 <= config.seed < 2**32:
+        raise UserError(f"seed={config.seed}: must lie between 0 and {2**32 - 1}")
+    if config.steps * config.global_batch_size >= 2**31:
+        raise UserError(
+            f"steps={config.steps} x global_batch_size={config.global_batch_size}: Megatron's sample index holds fewer "
+            f"than {2**31} sequences; lower one of them"
+        )
     check_optim(config)
     source = _source(config)
     _check_stage(config, source)
@@ -76,7 +76,7 @@ def prepare(config: TrainConfig) -> Prepared:
     )
     _check_tokens(config, source)
     out = Path(config.out)
-    _check_out(out, config)
+    _check_out(out, config, balanced=source.model.moe is not None and any(config.router.losses.values()))
     return Prepared(out=out, source=source, tokenizer=_tokenizer(config, source))
 
 
@@ -96,6 +96,9 @@ def _source(config: TrainConfig) -> ModelSource:
 
 def _check_stage(config: TrainConfig, source: ModelSource) -> None:
     moe = source.model.moe
+    for name in config.router.losses:
+        if name not in LOSSES:
+            raise UserError(f"router.losses.{name}: no such loss; known: {', '.join(LOSSES)}")
     if config.stage == "expert" and moe is not None:
         raise UserError(f"stage=expert trains a dense model, but {config.init_from} has {moe.num_experts} experts")
     if config.stage == "mix" and moe is None:
@@ -115,10 +118,10 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
         raise UserError(
             f"data.path={path}: no such folder; prepare one with btx-nemo prepare-data (or --demo), or set BTX_DATA"
         )
-    domains = list_domains(path)
-    wanted = [config.domain] if config.domain else list(data.blend)
-    check_data(path, [*wanted, *data.valid] or domains, source.model.vocab_size)
-    normalise_weights(dict.fromkeys(domains, 1.0) | ({} if config.domain else data.blend), domains)
+    _check_vocabulary(path, source)
+    blend, valid = blend_of(config)
+    check_data(path, [*blend, *valid], source.model.vocab_size)
+    normalise_weights(blend, list_domains(path))
     if not 1 < data.seq_length <= source.model.max_position_embeddings:
         raise UserError(
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "
@@ -128,27 +131,67 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
         raise UserError(f"data.seq_length={data.seq_length}: sequence parallelism needs a multiple of tp")
 
 
-def _check_out(out: Path, config: TrainConfig) -> None:
+def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
+    """Raw weights of the training domains, and the domains to validate on. Raises UserError for both or neither."""
+    if config.domain is not None and not config.domain:
+        raise UserError("domain: empty; name a domain, or give domain=null and data.blend")
+    if config.domain and config.data.blend:
+        raise UserError(f"domain={config.domain} and data.blend: give one of them")
+    domains = list_domains(Path(config.data.path))
+    blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
+    return blend, config.data.valid or domains
+
+
+def _check_vocabulary(data: Path, source: ModelSource) -> None:
+    """Every token of the data has the same id in the model's tokenizer, where both are known."""
+    theirs = vocabulary(data / "tokenizer")
+    ours = vocabulary(source.tokenizer) if source.tokenizer else None
+    for token, number in (theirs or {}).items():
+        if ours and ours.get(token) != number:
+            raise UserError(
+                f"data.path={data}: token {token!r} is {number} there but {ours.get(token, 'unknown')} in "
+                f"{source.tokenizer}; prepare the data with the model's tokenizer"
+            )
+
+
+def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
     """A new folder, or the one of this very run."""
     if not out.exists():
         return
     resolved = out / "resolved.yaml"
-    if not out.is_dir() or (not resolved.exists() and any(not TEMPORARY.fullmatch(p.name) for p in out.iterdir())):
+    if not out.is_dir() or (not resolved.exists() and any(_foreign(path) for path in out.iterdir())):
         raise UserError(f"out={out}: exists and is no run directory; choose another")
     if not resolved.exists():
         return
     try:
-        before: Any = yaml.safe_load(resolved.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError):
+        before: Any = yaml.safe_load(read_regular(resolved, 1 << 20))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
         before = None
     if not isinstance(before, dict):
         raise UserError(f"{resolved}: damaged; choose another out, or put back the file that the run was started with")
-    for key, value in dataclasses.asdict(config).items():
-        if key not in MAY_CHANGE and key in before and before[key] != value:
+    # The balance loss is a micro-batch's own, so a mixture with one depends on its size.
+    may_change = MAY_CHANGE if balanced else (*MAY_CHANGE, "micro_batch_size")
+    now = dataclasses.asdict(config)
+    fixed = [key for key in now if key in before and key not in may_change]
+    then, now = (_flat({key: values[key] for key in fixed}) for values in (before, now))
+    for key in {**now, **then}:
+        if then.get(key) != now.get(key):
             raise UserError(
-                f"out={out}: was started with {key}={before[key]}, now {key}={value}; "
+                f"out={out}: was started with {key}={then.get(key)}, now {key}={now.get(key)}; "
                 "resume with the old value, or choose another out"
             )
+
+
+def _foreign(path: Path) -> bool:
+    return path.name != LOCK and not TEMPORARY.fullmatch(path.name)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
 
 
 def _tokenizer(config: TrainConfig, source: ModelSource) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,15 @@ from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.config.load import save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
-from btx_nemo.data.blend import build_datasets, list_domains
+from btx_nemo.data.blend import build_datasets
 from btx_nemo.data.sampler import batches, num_microbatches, num_validation_microbatches, validation_batches
 from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
-from btx_nemo.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.lock import claimed
 from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
-from btx_nemo.train.prepare import Prepared, prepare
+from btx_nemo.train.prepare import Prepared, blend_of, prepare
 from btx_nemo.train.routing import Routing, collect_routing, frozen_with_losses, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
@@ -36,16 +38,17 @@ def train(config: TrainConfig) -> None:
     """
     prepared = prepare(config)
     if (prepared.out / "DONE").exists():
-        print(f"{prepared.out}: done already (remove the folder to train again)")
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"{prepared.out}: done already (remove the folder to train again)")
         return
-    with parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
-        _Run(config, prepared, stop).go()
+    with claimed(prepared.out) as made, parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
+        _Run(config, prepared, stop, made_out=made).go()
 
 
 class _Run:
     """The state of one run on one rank."""
 
-    def __init__(self, config: TrainConfig, prepared: Prepared, stop: StopRequest):
+    def __init__(self, config: TrainConfig, prepared: Prepared, stop: StopRequest, *, made_out: bool):
         from megatron.core import parallel_state as mpu
 
         self.config, self.prepared, self.stop = config, prepared, stop
@@ -54,15 +57,15 @@ class _Run:
         self._load_text = ""
         self._dead: set[tuple[int, int]] = set()
         self.first = dist.get_rank() == 0
-        self.dp = {"dp_rank": mpu.get_data_parallel_rank(), "dp_size": mpu.get_data_parallel_world_size()}
-        self.batch = {"micro_batch_size": config.micro_batch_size}
+        self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.micro_batch_size, self.seq_length = config.micro_batch_size, config.data.seq_length
         self.microbatches = num_microbatches(
-            global_batch_size=config.global_batch_size, dp_size=self.dp["dp_size"], **self.batch
+            global_batch_size=config.global_batch_size,
+            dp_size=self.dp_size,
+            micro_batch_size=self.micro_batch_size,
         )
-        self.sizes = {"micro_batch_size": config.micro_batch_size, "seq_length": config.data.seq_length}
-        self.made_out = self.first and not self.out.exists()
+        self.made_out = made_out
         if self.first:
-            self.out.mkdir(parents=True, exist_ok=True)
             save_resolved(config, self.out / "resolved.yaml")
         dist.barrier()
 
@@ -76,16 +79,17 @@ class _Run:
                 shutil.rmtree(self.out, ignore_errors=True)
             raise
         checkpoint = latest_checkpoint(self.out)
-        step = load_checkpoint(checkpoint, self.trainee).step if checkpoint else 0
+        step = load_checkpoint(checkpoint, self.trainee) if checkpoint else 0
         self.metrics = MetricsFile(self.out / "metrics.jsonl", resumed_at=step) if self.first else None
         data = batches(
             train_set,
             consumed_samples=step * self.config.global_batch_size,
             global_batch_size=self.config.global_batch_size,
-            **self.batch,
-            **self.dp,
+            micro_batch_size=self.micro_batch_size,
+            dp_rank=self.dp_rank,
+            dp_size=self.dp_size,
         )
-        tokens = self.config.global_batch_size * self.config.data.seq_length
+        tokens = self.config.global_batch_size * self.seq_length
         name = self.config.domain or self.config.stage
         self.bar = TrainProgress(
             total=self.config.steps,
@@ -103,32 +107,39 @@ class _Run:
                 )
             if step == 0:
                 self._validate(0)
+            if checkpoint is None and self.config.steps == 0:  # a run of no steps still leaves its model
+                self._save(0)
             self._loop(step, data)
         self._finish()
 
     def _datasets(self) -> tuple[Any, dict[str, Any]]:
         config = self.config
-        path = Path(config.data.path)
-        domains = list_domains(path)
-        blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
+        blend, valid = blend_of(config)
         return build_datasets(
-            path,
+            Path(config.data.path),
             blend,
             seq_length=config.data.seq_length,
             train_samples=max(config.steps, 1) * config.global_batch_size,
             valid_samples=config.eval_batches * config.global_batch_size,
             seed=config.seed,
             cache_dir=self.out / "cache",
-            domains_for_validation=config.data.valid or domains,
+            domains_for_validation=valid,
             vocab_size=self.model.vocab_size,
         )
 
     def _loop(self, step: int, data: Iterator[dict[str, Any]]) -> None:
         config = self.config
-        reset_routing(self.trainee.gpt)
         while step < config.steps:
+            reset_routing(self.trainee.gpt)
             result = train_step(
-                self.trainee, data, microbatches=self.microbatches, step=step, seed=config.seed, **self.sizes
+                self.trainee,
+                data,
+                microbatches=self.microbatches,
+                micro_batch_size=self.micro_batch_size,
+                seq_length=self.seq_length,
+                step=step,
+                seed=config.seed,
+                stop_asked=lambda: self.stop.asked,
             )
             step += 1
             self._check_finite(step, result)
@@ -138,13 +149,10 @@ class _Run:
             self.bar.update(step, text)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 self._validate(step)
-            stopped = self.stop.agreed()
-            if stopped or step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
+            if result.stop or step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 self._save(step)
-            if stopped and step < config.steps:
+            if result.stop and step < config.steps:
                 raise Stopped(f"{self.out}: stopped on request after step {step}; the same command resumes")
-        if latest_checkpoint(self.out) is None:  # a run of no steps still leaves its model
-            self._save(step)
 
     def _check_finite(self, step: int, result: StepResult) -> None:
         if not result.finite:
@@ -157,13 +165,12 @@ class _Run:
 
     def _log(self, step: int, result: StepResult) -> None:
         routing = collect_routing(self.trainee.gpt, self.model)
-        reset_routing(self.trainee.gpt)
         record: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "skipped": not result.ok,
-            "lr": self.trainee.optimizer.param_groups[0]["lr"] if self.trainee.optimizer.param_groups else None,
+            "lr": result.lr,
             "tokens_per_second": round(self.bar.tokens_per_second(step), 1),
         }
         if routing is not None:
@@ -184,15 +191,19 @@ class _Run:
     def _validate(self, step: int) -> None:
         config = self.config
         record: dict[str, Any] = {"step": step, "valid": {}, "routing": {}}
-        samples = config.eval_batches * config.global_batch_size
-        size = {**self.batch, "dp_size": self.dp["dp_size"], "num_samples": samples}
+        share = {
+            "micro_batch_size": self.micro_batch_size,
+            "dp_size": self.dp_size,
+            "num_samples": config.eval_batches * config.global_batch_size,
+        }
         for domain, dataset in self.valid_sets.items():
             with separate_routing(self.trainee.gpt):
                 record["valid"][domain] = mean_validation_loss(
                     self.trainee,
-                    validation_batches(dataset, dp_rank=self.dp["dp_rank"], **size),
-                    microbatches=num_validation_microbatches(dataset, **size),
-                    **self.sizes,
+                    validation_batches(dataset, dp_rank=self.dp_rank, **share),
+                    microbatches=num_validation_microbatches(dataset, **share),
+                    micro_batch_size=self.micro_batch_size,
+                    seq_length=self.seq_length,
                 )
                 routing = collect_routing(self.trainee.gpt, self.model)
             if routing is not None:
@@ -206,14 +217,14 @@ class _Run:
         save_checkpoint(
             self.out,
             self.trainee,
-            Progress(step=step),
+            step,
             self.model,
             self.prepared.tokenizer,
             self.config.checkpoint.keep,
         )
 
     def _finish(self) -> None:
-        """Exports when asked, then writes DONE: a killed run that lacks it does this again."""
+        """Exports when asked, then writes DONE: a killed run that lacks it does this again. The other ranks go home."""
         if self.first:
             if self.config.export:
                 export = self.out / "hf"
@@ -221,4 +232,3 @@ class _Run:
                     shutil.rmtree(export)
                 export_hf(self.out, export)
             write_file(self.out / "DONE", json.dumps({"step": self.config.steps}) + "\n")
-        dist.barrier()

@@ -6,7 +6,7 @@ Shape suffixes: B micro-batch, S sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ class StepResult:
     """Global gradient norm before clipping."""
     ok: bool
     """False when Megatron skipped the step, as it does with a loss scale (fp16)."""
+    lr: float
+    """Learning rate of this step."""
+    stop: bool
+    """Whether any rank was asked to stop."""
 
     @property
     def finite(self) -> bool:
@@ -106,14 +110,18 @@ def _run_schedule(
     )
 
 
-def _mean_loss(outputs: list[dict[str, Tensor]]) -> float:
-    """Mean per token over all micro-batches and ranks; only the last pipeline stage has outputs."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device())
+def _mean_loss(outputs: list[dict[str, Tensor]], flag: bool = False) -> tuple[float, bool]:
+    """Mean per token over all micro-batches and ranks, and whether `flag` is set on any rank. Collective.
+
+    Only the last pipeline stage has outputs. The flag rides along: a step waits for the device once.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=device())
     for output in outputs:
-        sums += torch.stack([output["total"].double(), output["count"].double()])
+        sums[:2] += torch.stack([output["total"].double(), output["count"].double()])
+    sums[2] += flag
     dist.all_reduce(sums)
-    total, count = sums.tolist()
-    return total / max(count, 1.0)
+    total, count, flags = sums.tolist()
+    return total / max(count, 1.0), flags > 0
 
 
 def train_step(
@@ -125,10 +133,12 @@ def train_step(
     seq_length: int,
     step: int = 0,
     seed: int = 0,
+    stop_asked: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate.
 
-    `step` counts the steps taken before; with `seed` it fixes whatever noise a router draws.
+    `step` counts the steps taken before; with `seed` it fixes the noise that routers draw. `stop_asked` is this rank's
+    answer at the end of the step; the result says whether any rank's was yes.
     """
     for router in routers(trainee.gpt):
         router.begin_step(step)
@@ -145,12 +155,14 @@ def train_step(
         step=step,
         forward_only=False,
     )
+    lr = trainee.scheduler.get_lr({})
     ok, grad_norm, _ = trainee.optimizer.step()
     if ok:
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):
             router.after_step()
-    return StepResult(loss=_mean_loss(outputs), grad_norm=float(grad_norm or 0.0), ok=bool(ok))
+    loss, stop = _mean_loss(outputs, stop_asked())
+    return StepResult(loss=loss, grad_norm=float(grad_norm or 0.0), ok=bool(ok), lr=lr, stop=stop)
 
 
 def mean_validation_loss(
@@ -169,4 +181,4 @@ def mean_validation_loss(
             step=0,
             forward_only=True,
         )
-    return _mean_loss(outputs)
+    return _mean_loss(outputs)[0]

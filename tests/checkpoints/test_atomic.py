@@ -55,10 +55,55 @@ def test_no_space_is_known_before_anything_is_written(tmp_path: Path, monkeypatc
 
 
 def test_a_disk_that_becomes_full_is_the_users_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="out: the disk became full"), atomic_dir(tmp_path / "out") as folder:
-        (folder / "x").write_text("1")
-        raise OSError(errno.ENOSPC, "No space left on device")
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        with pytest.raises(UserError, match="out: the disk became full"), atomic_dir(tmp_path / "out") as folder:
+            (folder / "x").write_text("1")
+            raise OSError(number, os.strerror(number))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_one_may_not_write_is_the_users_error_and_a_broken_disk_is_not(tmp_path: Path) -> None:
+    for number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        with pytest.raises(UserError, match=r"x: .*out cannot be made"), atomic_dir(tmp_path / "out"):
+            raise OSError(number, os.strerror(number), "x")
+    with pytest.raises(OSError, match="Input/output error"), atomic_dir(tmp_path / "out"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwriting_keeps_the_old_folder_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for text in ("first", "second"):
+        with atomic_dir(out, overwrite=True) as folder:
+            (folder / "x").write_text(text)
+            assert not out.exists() or (out / "x").read_text() == "first"
+        assert (out / "x").read_text() == text
+    with pytest.raises(ValueError), atomic_dir(out, overwrite=True) as folder:
+        (folder / "x").write_text("third")
+        raise ValueError
+    assert (out / "x").read_text() == "second" and os.listdir(tmp_path) == ["out"]
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(out)
+    for name in ("file", "link"):
+        with pytest.raises(UserError, match="already exists"), atomic_dir(tmp_path / name, overwrite=True):
+            pytest.fail("must not begin")
+
+
+def test_a_failed_last_rename_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "x").write_text("old")
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if ".tmp-" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(atomic.os, "rename", failing)
+    with pytest.raises(OSError, match="Input/output error"), atomic_dir(out, overwrite=True):
+        pass
+    assert (out / "x").read_text() == "old" and os.listdir(tmp_path) == ["out"]
 
 
 def test_what_a_killed_process_left_is_removed_but_not_a_living_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,48 @@ def test_mistakes_are_told_in_one_line(overrides: list[str], message: str) -> No
         train(*overrides)
     assert message in str(told.value)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "path", ["/a=b", "/a,b", "/a#b", "/a{b", "/a[b", "/ä", "/a(b", "/it's", '/a"b', "/a'b,c", "/中", "a]", "/a\\'b"]
+)
+def test_how_to_quote_a_path_is_told_and_works(path: str) -> None:
+    with pytest.raises(UserError) as told:
+        train(f"out={path}")
+    message = str(told.value)
+    assert (
+        f"override {'out=' + path!r}: " in message
+        and "\n" not in message
+        and "Exception" not in message.split("; ")[-1]
+    )
+    spelled = message.split("such characters: ")[1]
+    (argument,) = shlex.split(spelled)
+    assert train(argument).out == path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("", "override '': expected KEY=VALUE"),
+        ("--x=1", "override '--x=1': expected KEY=VALUE"),
+        ("hydra.run.dir=x", "unknown key hydra.run.dir"),
+        ("++hydra.run.dir=x", "unknown key hydra.run.dir"),
+        ("hydra/launcher=x", "unknown key hydra/launcher"),
+        ("steps=1,2", "override 'steps=1,2': is a list of choices"),
+        ("++optim=[1]", "override ++optim=[1]: "),
+    ],
+)
+def test_an_override_that_cannot_be_is_named(override: str, message: str) -> None:
+    with pytest.raises(UserError) as told:
+        train(override)
+    assert message in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["a: &x [*x]\n", "a: " + "[" * 5000, "defaults: [self]\n", "defaults: [mine]\n"])
+def test_a_file_without_end_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"mine\.yaml: "):
+        load("train", "mine", [], str(tmp_path))
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:

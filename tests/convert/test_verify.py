@@ -124,7 +124,7 @@ def test_different_vocabularies_are_refused(tmp_path: Path) -> None:
     c = make_llama(tmp_path / "c", **SMALL)
     add_tokenizer(a)
     add_tokenizer(c, w5=6, w6=5)
-    with pytest.raises(UserError, match=r"c/tokenizer.json: token 'w5' has id 6 but 5 in .*a"):
+    with pytest.raises(UserError, match=r"c/tokenizer.json: token 'w5' is id 6 but id 5 in .*a"):
         verify(a, c, tolerance=1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -216,8 +217,30 @@ def test_check_data_holds_data_against_the_model(data: Path, tmp_path: Path) -> 
     (data / "b/meta.json").write_text(json.dumps({**meta, "tokenizer_sha256": "1" * 64}))
     with pytest.raises(UserError, match="domain 'b': its tokenizer differs from that of domain 'a'"):
         check_data(data, DOMAINS, 257)
+    wrong: list[tuple[str, Any, str]] = [
+        ("format", 2, "format is 2"),
+        ("domain", "a", "domain is 'a'"),
+        ("vocab_size", "257", "vocab_size is '257'"),
+        ("vocab_size", True, "vocab_size is True"),
+        ("token_dtype", "int32", "token_dtype is int32 but train.idx has uint16"),
+        ("token_dtype", "text", "token_dtype is 'text'"),
+        ("eod_id", 257, "eod_id is 257"),
+        ("eod_id", -1, "eod_id is -1"),
+        ("valid", None, "valid is None"),
+        ("train", {**meta["train"], "tokens": 5}, "train.tokens is 5 but train.idx has"),
+        ("train", {**meta["train"], "documents": 5}, "train.documents is 5 but train.idx has 30"),
+    ]
+    for key, value, message in wrong:
+        (data / "b/meta.json").write_text(json.dumps({**meta, key: value}))
+        with pytest.raises(UserError, match=f"b/meta.json: {message}"):
+            check_data(data, DOMAINS, 257)
+    (data / "b/meta.json").unlink()
+    os.mkfifo(data / "b/meta.json")
+    with pytest.raises(UserError, match=r"b/meta.json: not a regular file"):
+        check_data(data, DOMAINS, 257)
+    (data / "b/meta.json").unlink()
     (data / "b/meta.json").write_text('{"domain": "b"')
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match="not valid JSON"):
         check_data(data, DOMAINS, 257)
     (data / "b/meta.json").unlink()
     assert list_domains(data) == ["a", "c"]

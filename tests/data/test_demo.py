@@ -173,3 +173,17 @@ def test_errors_and_overwriting(demo: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_size=32000: the text yields only"):
         build_demo_data(tmp_path / "x", size=0.05, vocab_size=32_000, workers=1)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="x: holds thesis"):
+        build_demo_data(tmp_path / "x", size=SIZE, overwrite=True)
+    (tmp_path / "x" / "math").mkdir()
+    for place in ("text", "math/thesis.tex", "math/train.bin.old"):  # names of the demo's, or below them
+        (tmp_path / "x" / "thesis.tex").rename(tmp_path / "x" / place)
+        with pytest.raises(UserError, match=f"x: holds {place}"):
+            build_demo_data(tmp_path / "x", size=SIZE, overwrite=True)
+        (tmp_path / "x" / place).rename(tmp_path / "x" / "thesis.tex")
+    (tmp_path / "x" / "thesis.tex").unlink()
+    build_demo_data(tmp_path / "x", size=SIZE, overwrite=True, workers=1)
+    assert (tmp_path / "x" / "math" / "train.bin").read_bytes() == (demo / "math" / "train.bin").read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

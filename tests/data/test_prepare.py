@@ -172,11 +172,16 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[dict, str]]:
         "missing": ({"inputs": [tmp_path / "nowhere"]}, "nowhere"),
         "nothing": ({"inputs": []}, "nothing given"),
         "fifo": ({"inputs": [tmp_path / "pipe"]}, "not a regular file"),
+        "twice": ({"inputs": [tmp_path / "one.jsonl"] * 2}, "one.jsonl: given twice"),
+        "folder and file": ({"inputs": [tmp_path / "in", tmp_path / "in/0/file00.txt"]}, "file00.txt: given twice"),
         "empty folder": ({"inputs": [tmp_path / "none"]}, "no file"),
         "no tokens": ({"inputs": [tmp_path / "empty.txt", tmp_path / "blank.txt"]}, "no tokens"),
         "not utf-8": ({"inputs": [tmp_path / "latin.txt"]}, "latin.txt:3: not UTF-8"),
         "not json": ({"inputs": [tmp_path / "bad.jsonl"]}, "bad.jsonl:3: not JSON"),
-        "no key": ({"inputs": [tmp_path / "key.jsonl"]}, "key.jsonl:3: no key 'text' (found: content)"),
+        "no key": (
+            {"inputs": [tmp_path / "key.jsonl"]},
+            "key.jsonl:3: no key 'text' (found: content); name it with --text-key",
+        ),
         "not text": ({"inputs": [tmp_path / "type.jsonl"]}, "type.jsonl:1: 'text' is int"),
         "not object": ({"inputs": [tmp_path / "list.jsonl"]}, "list.jsonl:1"),
         "deep": ({"inputs": [tmp_path / "deep.jsonl"]}, "deep.jsonl:1: not JSON"),
@@ -184,12 +189,13 @@ def bad_inputs(tmp_path: Path) -> dict[str, tuple[dict, str]]:
         "empty split": ({"inputs": [tmp_path / "one.jsonl"]}, "split is empty"),
         "no tokenizer": ({"tokenizer": tmp_path / "none"}, "no tokenizer there"),
         "broken tokenizer": ({"tokenizer": tmp_path / "broken"}, "damaged"),
-        "eod": ({"eod_token": "<nope>"}, "'<nope>' is not in its vocabulary"),
-        "name": ({"domain": "Math!"}, "lower-case"),
-        "path": ({"domain": "../x"}, "lower-case"),
-        "reserved": ({"domain": "tokenizer"}, "tokenizer"),
-        "fraction": ({"validation_fraction": 1.0}, "validation_fraction=1.0"),
-        "workers": ({"workers": 0}, "workers=0"),
+        "eod": ({"eod_token": "<nope>"}, "--eod-token '<nope>': "),
+        "name": ({"domain": "Math!"}, "--domain 'Math!': only a-z, 0-9, _ and - are allowed, a letter first"),
+        "path": ({"domain": "../x"}, "a letter first; rename the domain"),
+        "digit": ({"domain": "3d"}, "--domain '3d': only a-z, 0-9, _ and - are allowed, a letter first"),
+        "reserved": ({"domain": "tokenizer"}, "--domain 'tokenizer': has another meaning"),
+        "fraction": ({"validation_fraction": 1.0}, "--validation-fraction 1.0"),
+        "workers": ({"workers": 0}, "--workers 0"),
         "overlap": ({"validation_inputs": [tmp_path / "in"]}, "also a training input"),
     }
 
@@ -221,7 +227,7 @@ def test_existing_output_and_another_tokenizer_are_refused(tmp_path: Path, token
     run = {"inputs": [tmp_path / "in"], "out_dir": tmp_path / "out", "workers": 1, "validation_fraction": 0.3}
     prepare_data(tokenizer=tokenizer, domain="a", **run)
     before = (tmp_path / "out/a/train.bin").read_bytes()
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match=r"exists.*--overwrite"):
         prepare_data(tokenizer=tokenizer, domain="a", **run)
     other = byte_tokenizer(tmp_path / "other", extra=1)
     with pytest.raises(UserError, match="another tokenizer"):
@@ -233,6 +239,36 @@ def test_existing_output_and_another_tokenizer_are_refused(tmp_path: Path, token
     prepare_data(tokenizer=tokenizer, domain="a", overwrite=True, **run)
     assert (tmp_path / "out/a/train.bin").read_bytes() != before
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a", "tokenizer"]
+
+
+def test_overwrite_deletes_nothing_but_a_domain(tmp_path: Path, tokenizer: Path) -> None:
+    write_folder(tmp_path / "in", 6)
+    out = tmp_path / "out"
+    run = {"inputs": [tmp_path / "in"], "out_dir": out, "workers": 1, "validation_fraction": 0.3}
+    prepare_data(tokenizer=tokenizer, domain="good", **run)
+    (out / "thesis").mkdir()
+    (out / "thesis/thesis.txt").write_text("years")
+    (out / "foreign").mkdir()
+    (out / "foreign/meta.json").write_text('{"title": "mine"}')
+    (out / "file").write_text("x")
+    (out / "empty").mkdir()
+    os.symlink("good", out / "link")
+    os.symlink("nowhere", out / "dangling")
+    (out / "good/notes.txt").write_text("x")
+
+    def held() -> dict[str, bytes]:
+        return {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    before = held()
+    for domain in ("thesis", "foreign", "file", "empty", "link", "dangling", "good"):
+        with pytest.raises(UserError, match=f"out/{domain}: .*so --overwrite leaves it"):
+            prepare_data(tokenizer=tokenizer, domain=domain, overwrite=True, **run)
+    for domain in ("text", "tokenizer"):
+        with pytest.raises(UserError, match="has another meaning"):
+            prepare_data(tokenizer=tokenizer, domain=domain, overwrite=True, **run)
+    assert held() == before
+    (out / "good/notes.txt").unlink()
+    prepare_data(tokenizer=tokenizer, domain="good", overwrite=True, **run)
 
 
 def test_killed_run_leaves_no_domain_and_the_next_one_cleans_up(tmp_path: Path, tokenizer: Path) -> None:
@@ -252,7 +288,7 @@ def test_killed_run_leaves_no_domain_and_the_next_one_cleans_up(tmp_path: Path, 
     assert child.stdout is not None and child.stdout.readline() == b"ready\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
-    assert not (tmp_path / "out/d").exists() and len(list((tmp_path / "out").glob(".tmp-d.*"))) == 1
+    assert not (tmp_path / "out/d").exists() and len(list((tmp_path / "out").glob(".d.tmp-*"))) == 1
     time.sleep(0.1)
     prepare_data([tmp_path / "in"], tokenizer, tmp_path / "out", "d", workers=1, validation_fraction=0.3)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["d", "tokenizer"]

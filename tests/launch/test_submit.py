@@ -12,7 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+from btx_testing.commands import CommandServer
+from btx_testing.mixing import SMALL
+from btx_testing.models import make_llama
+from btx_testing.tensors import load_folder, same_bits
 
+from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
 from btx_nemo.launch import submit as module
 from btx_nemo.launch.submit import plan, scripts_dir, submit
@@ -84,10 +89,25 @@ def test_what_is_done_is_left_out(runs: Path) -> None:
     assert names() == []
 
 
-@pytest.mark.parametrize("domain", ["a/b", "a b", "$(touch x)", "", "-x", "A", "ä", "a\n", "3d"])
+@pytest.mark.parametrize("domain", ["a/b", "a b", "$(touch x)", "", "-x", "A", "ä", "a\n", "3d", "seed"])
 def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
     with pytest.raises(UserError, match="rename the domain"):
         submit(["math", domain], runs_dir=runs)
+
+
+@pytest.mark.parametrize("script", ["train_expert.sh", "mix.sh"])
+def test_the_scripts_say_in_one_line_what_is_wrong(script: str, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for domain, folder, message in (
+        ("a\nb", runs, r"domain $'a\nb': only a-z"),
+        ("text", runs, "domain 'text': has another meaning"),
+        ("math", tmp_path / "file/runs", f"BTX_RUNS: '{tmp_path}/file/runs' cannot be made or entered; set BTX_RUNS"),
+    ):
+        environment = {**os.environ, "BTX_RUNS": str(folder), "BTX_LOCAL": "1"}
+        command = ["bash", str(REPO / "slurm" / script), domain]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended.stderr
+        assert message in ended.stderr
 
 
 def test_no_domain_a_repeated_one_and_missing_scripts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +129,24 @@ def test_whole_pipeline_here_and_again(runs: Path, capfd: pytest.CaptureFixture[
     submit(["math", "code"], runs_dir=runs)
     assert "nothing to do" in capfd.readouterr().out
     assert len((runs / "joint" / "starts.jsonl").read_text().splitlines()) == 1
+
+
+def test_settings_of_the_export_arrive_at_the_command(tmp_path: Path, commands: CommandServer) -> None:
+    runs = tmp_path / "runs"
+    folder = make_llama(tmp_path / "hf", **SMALL)
+    import_hf(folder, runs / "joint" / "checkpoints" / "step_00000001")
+    (runs / "joint" / "latest").write_text("step_00000001\n")
+    (runs / "joint" / "DONE").touch()
+    finish(runs / "expert-math")
+    command = ("submit", "math", "--local", "--runs", runs, "--")
+    ended = commands.run(*command, "export:dtype=fp7")
+    assert ended.code == 2 and "dtype=fp7: unknown; known: float32" in ended.err
+    ended = commands.run(*command, "export:dtype=bfloat16", "export:shard_size=20000", "steps=7")
+    assert ended.code == 0, ended.err
+    exported = load_folder(runs / "export")
+    assert {str(tensor.dtype) for tensor in exported.values()} == {"torch.bfloat16"}
+    assert same_bits(exported, {name: tensor.bfloat16() for name, tensor in load_folder(folder).items()})
+    assert len(list((runs / "export").glob("*.safetensors"))) > 1
 
 
 def test_a_failing_script_is_named_and_ends_it(runs: Path) -> None:

@@ -40,6 +40,8 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param({"tie_word_embeddings": True}, id="tied"),
         pytest.param({"head_dim": 16}, id="wide-heads"),
         pytest.param({"rope_theta": 500000.0, "rope_scaling": LLAMA3}, id="llama3-rope"),
+        pytest.param({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, id="linear-rope"),
+        pytest.param({"kind": "Mistral", "sliding_window": None}, id="mistral"),
         pytest.param({"rms_norm_eps": 1e-2, "num_key_value_heads": 8}, id="eps-mha"),
     ],
 )

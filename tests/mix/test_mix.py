@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from btx_testing.mixing import SMALL, add_tokenizer, make_models
+from btx_testing.commands import CommandServer
+from btx_testing.mixing import SMALL, add_tokenizer, make_models, mix_arguments
 from btx_testing.models import hf_logits, make_llama, probe_tokens
 from btx_testing.tensors import load_folder, same_bits
 
 from btx_nemo.checkpoints.inspect import inspect_checkpoint
-from btx_nemo.checkpoints.safetensors import SafetensorsReader
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.run import run_mix
@@ -133,28 +133,29 @@ def test_megatron_checkpoints_mix_like_the_folders_they_came_from(tmp_path: Path
     assert settings[0] == settings[1]
 
 
-def test_a_dry_run_reads_no_tensor_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("kind", ["folder", "run"])
+def test_a_dry_run_reads_no_tensor_and_writes_nothing(tmp_path: Path, commands: CommandServer, kind: str) -> None:
     config = make_models(tmp_path, "math", "code")
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("a tensor is read")
-
-    monkeypatch.setattr(SafetensorsReader, "read_into", refuse)
+    if kind == "run":
+        import_hf(tmp_path / "math", tmp_path / "run" / "checkpoints" / "step_00000001")
+        (tmp_path / "run" / "latest").write_text("step_00000001\n")
+        config = dataclasses.replace(config, experts={**config.experts, "math": str(tmp_path / "run")})
     before = sorted(tmp_path.rglob("*"))
-    run_mix(config, dry_run=True)
-    shown = capsys.readouterr().out
+    forbidden = "btx_testing.mixing:forbid_reading"
+    ended = commands.run(*mix_arguments(config), "--dry-run", before=forbidden)
+    assert (ended.code, ended.err) == (0, "")
     assert sorted(tmp_path.rglob("*")) == before
-    run = [
-        line for line in shown.splitlines() if line.startswith("model.layers.1.block_sparse_moe.experts.2.w3.weight")
-    ]
-    assert run == ["model.layers.1.block_sparse_moe.experts.2.w3.weight  [48, 32] float32  6.0 KiB  "
-                   "= seed:model.layers.1.mlp.up_proj.weight"]  # fmt: skip
-    assert "mean(math:model.norm.weight, code:model.norm.weight, seed:model.norm.weight)" in shown
-    assert "normal(std=0.02)" in shown and "peak memory at most" in shown
-    with pytest.raises(AssertionError, match="a tensor is read"):
-        run_mix(config)
+    lines = ended.out.splitlines()
+    assert (
+        "model.layers.1.block_sparse_moe.experts.2.w3.weight  [48, 32] float32  6.0 KiB  "
+        "= seed:model.layers.1.mlp.up_proj.weight"
+    ) in lines
+    norm = "model.norm.weight" if kind == "folder" else "decoder.final_layernorm.weight"
+    assert f"mean(math:{norm}, code:model.norm.weight, seed:model.norm.weight)" in ended.out
+    assert "normal(std=0.02)" in ended.out and "peak memory at most" in ended.out
+    ended = commands.run(*mix_arguments(config), before=forbidden)
+    assert ended.code == 1 and "AssertionError: a tensor is read" in ended.err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_tied_model_with_an_equal_lm_head_is_accepted(tmp_path: Path) -> None:

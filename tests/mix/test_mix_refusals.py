@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from btx_testing.mixing import SMALL, add_tokenizer, make_models
+from btx_testing.commands import CommandServer
+from btx_testing.mixing import SMALL, add_tokenizer, make_models, mix_arguments
 from btx_testing.models import make_llama
 from btx_testing.tensors import load_folder, temporaries
 from safetensors.torch import save_file
@@ -90,6 +92,17 @@ def other_tokenizer(root: Path, config: MixConfig) -> None:
     add_tokenizer(root / "math", w17=18, w18=17)
 
 
+def edit_tokenizer(folder: Path, **sections: object) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **sections}))
+
+
+def other_merges(root: Path, config: MixConfig) -> None:
+    model = json.loads((root / "math/tokenizer.json").read_text())["model"]
+    for name, merges in (("seed", ["w 1", "w 2"]), ("code", [["w", "1"], ["w", "2"]]), ("math", ["w 2", "w 1"])):
+        edit_tokenizer(root / name, model={**model, "type": "BPE", "merges": merges})
+
+
 def large_tokenizer(root: Path, config: MixConfig) -> None:
     for name in ("seed", "math", "code"):
         add_tokenizer(root / name, words=97)
@@ -120,7 +133,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "inf": (poison(-math.inf), r"up_proj.weight' .*-inf.*\[7, 3\]"),
     "dtype of a source": (other_dtype, "math: tensor .* is bfloat16 but the seed's is float32"),
     "tensor lacking": (lacking, "math.*no tensor 'model.layers.1.mlp.up_proj.weight'"),
-    "tensor too many": (surplus, "'math': tensor 'model.layers.1.self_attn.q_proj.bias' has no place"),
+    "tensor too many": (surplus, r"/math: tensor 'model.layers.1.self_attn.q_proj.bias' has no place"),
     "settings of another model": (wrong_settings, "seed: tensor .*implies"),
     "tied with another head": (untied_head, "lm_head.weight' differs from the embedding"),
     "tokenizer": (other_tokenizer, "token 'w17' is id 18 but id 17"),
@@ -129,22 +142,29 @@ BAD: dict[str, tuple[Change, str]] = {
     "top_k": (settings(top_k=4), "top_k=4 exceeds the 3 experts"),
     "top_k 0": (settings(top_k=0), "top_k=0"),
     "no experts": (settings(experts={}), "experts: none given"),
+    "name": (settings(experts={"Law": "x"}), "experts.Law: only a-z, 0-9, _ and - are allowed, a letter first"),
+    "reserved name": (settings(experts={"seed": "x"}), "experts.seed: has another meaning"),
     "recipe": (settings(recipe="stew"), "recipe=stew: unknown; known: btx"),
     "dtype": (settings(dtype="fp7"), "dtype=fp7: unknown; known: float32"),
     "std": (settings(router_init_std=math.nan), "router_init_std"),
+    "absurd std": (settings(router_init_std=1e4), r"router_init_std=10000\.0 must be .* at most 1000"),
+    "negative seed": (settings(rng_seed=-1), "rng_seed=-1 must be"),
+    "huge seed": (settings(rng_seed=2**63), "rng_seed=9223372036854775808 must be"),
+    "merges": (other_merges, r"math/tokenizer.json: model\.merges differs from the seed's"),
     "workers": (settings(workers=0), "workers=0"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, commands: CommandServer, kind: str) -> None:
     change, message = BAD[kind]
     config = make_models(tmp_path, "math", "code")
     config = change(tmp_path, config) or config
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(UserError, match=message) as error:
-        run_mix(config)
-    assert "\n" not in str(error.value)
+    ended = commands.run(*mix_arguments(config))
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err.startswith("btx-nemo mix: ") and ended.err.endswith("\n") and ended.err.count("\n") == 1
+    assert re.search(message, ended.err), ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -159,7 +179,43 @@ def test_an_output_that_exists_is_refused_first(tmp_path: Path) -> None:
 def test_no_disk_space_is_known_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_models(tmp_path, "math")
     monkeypatch.setattr(atomic, "free_bytes", lambda path: 10_000)
-    with pytest.raises(UserError, match="the result needs"):
+    with pytest.raises(UserError, match=r"the result needs up to .*metadata included"):
+        run_mix(config)
+    assert not (tmp_path / "mix").exists() and temporaries(tmp_path) == []
+
+
+def test_another_normalizer_is_warned_about_and_formatting_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_models(tmp_path, "math", "code")
+    edit_tokenizer(tmp_path / "math", normalizer={"type": "Lowercase"})
+    path = tmp_path / "code/tokenizer.json"
+    table = {**json.loads(path.read_text()), "normalizer": None, "truncation": {"max_length": 4}}
+    path.write_text(json.dumps(dict(reversed(table.items())), indent=7))
+    run_mix(config)
+    found = [record.message for record in caplog.records if "tokenizer.json" in record.message]
+    assert found == [
+        f"{tmp_path}/math/tokenizer.json: normalizer differs from the seed's {tmp_path}/seed; "
+        "the mixture takes the seed's"
+    ]
+
+
+def test_the_margin_is_small_for_a_small_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_models(tmp_path, "math")
+    monkeypatch.setattr(atomic, "free_bytes", lambda path: 3 << 20)
+    run_mix(config)
+    taken = sum(path.stat().st_size for path in (tmp_path / "mix").rglob("*"))
+    assert taken < 3 << 20
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_a_side_file_that_is_no_file_is_found_before_a_tensor_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
+) -> None:
+    config = make_models(tmp_path, "math")
+    make(tmp_path / "seed" / "chat_template.jinja")
+    monkeypatch.setattr("btx_nemo.mix.run.stream", lambda *_, **__: pytest.fail("tensors are written"))
+    with pytest.raises(UserError, match=r"seed/chat_template.jinja: "):
         run_mix(config)
     assert not (tmp_path / "mix").exists() and temporaries(tmp_path) == []
 

@@ -10,7 +10,7 @@ from btx_testing.tensors import MemoryReader, MemorySink, info_of
 
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import all_finite, evaluate, execute
-from btx_nemo.plan.expr import Concat, Mean, Normal, Take
+from btx_nemo.plan.expr import Concat, Expr, Mean, Normal, Take
 from btx_nemo.plan.layout import TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.table import plan_lines, summary_lines
@@ -74,6 +74,29 @@ def test_casting_rounds_once_from_fp32() -> None:
     reader = MemoryReader({name: torch.randn(50, 7) for name in "ab"})
     out = evaluate(Mean((Take("s", "a"), Take("s", "b"))), {"s": reader}, TensorInfo((50, 7), "bfloat16"), "x", 0)
     assert torch.equal(out, ((reader.tensors["a"] + reader.tensors["b"]) / 2).bfloat16())
+
+
+@pytest.mark.parametrize("block", [40, 1 << 20])
+def test_a_result_beyond_its_dtype_is_an_error_and_no_infinity(block: int) -> None:
+    def run(expr: Expr, dtype: str, reader: MemoryReader) -> None:
+        execute(Plan((Job("x", TensorInfo((20, 3), dtype), expr),), {"s": reader.layout()}), {"s": reader}, sink)
+
+    sink = MemorySink(block)
+    cast = MemoryReader({"a": torch.randn(20, 3)})
+    cast.tensors["a"][17, 2] = 1e5
+    message = r"target tensor 'x' .*beyond the range of {} at index \[17, 2\]; choose another dtype"
+    with pytest.raises(UserError, match=message.format("float16")):
+        run(Take("s", "a"), "float16", cast)
+    with pytest.raises(UserError, match=message.format("float16")):
+        evaluate(Take("s", "a"), {"s": cast}, TensorInfo((20, 3), "float16"), "x", 0)
+    run(Take("s", "a"), "bfloat16", cast)
+    sum_ = MemoryReader({name: torch.randn(20, 3) for name in "ab"})
+    for tensor in sum_.tensors.values():
+        tensor[17, 2] = 3e38
+    with pytest.raises(UserError, match=message.format("float32")):
+        run(Mean((Take("s", "a"), Take("s", "b"))), "float32", sum_)
+    with pytest.raises(UserError, match="target tensor 'x'"):
+        run(Normal(1e6), "float16", MemoryReader({}))
 
 
 def test_coverage_names_what_is_wrong() -> None:

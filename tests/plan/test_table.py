@@ -11,7 +11,8 @@ from btx_nemo.plan import progress
 from btx_nemo.plan.expr import Concat, Slice, Take, describe
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
-from btx_nemo.plan.table import human_bytes, print_plan
+from btx_nemo.plan.progress import human_bytes
+from btx_nemo.plan.table import print_plan
 
 
 def plan() -> Plan:

@@ -27,6 +27,18 @@ CASES = [
     ("tiny_expert", ["optim.lr"], "tiny_expert.yaml: "),
     ("tiny_expert", ["=3"], "tiny_expert.yaml: "),
     ("tiny_expert", ["a..b=3"], "tiny_expert.yaml: "),
+    # values that no run can have
+    ("tiny_expert", ["seed=-1"], "seed=-1: must lie between 0 and"),
+    ("tiny_expert", ["seed=4294967296"], "seed=4294967296: must lie between 0 and"),
+    ("tiny_expert", ["steps=100000000000000"], "Megatron's sample index holds fewer than"),
+    ("tiny_expert", ["optim.eps=0"], "optim.eps=0.0: must be positive"),
+    ("tiny_expert", ["router.losses.foo=1"], "router.losses.foo: no such loss; known: btx,"),
+    ("tiny_expert", ["domain="], "domain"),
+    ("tiny_expert", ["data.blend.math=1"], "domain=math and data.blend: give one of them"),
+    # places that cannot be
+    ("tiny_expert", ["out=/dev/null/x"], "/dev/null"),
+    ("tiny_expert", ["out=/proc/x/y"], "/proc/x"),
+    ("tiny_expert", ["out=" + "a" * 300], "file name too long"),
     ("tiny_expert", ["domain=???"], "domain is required; give domain=VALUE"),
     # numbers out of range
     ("tiny_expert", ["stage=finetune"], "stage=finetune: unknown; known: expert, mix"),
@@ -104,7 +116,7 @@ CASES = [
     ("tiny_expert", ["data.path={tmp}/empty"], "no domain 'math'; known: none"),
     ("tiny_expert", ["domain=law"], "no domain 'law'; known: code, math"),
     ("tiny_mix", ["data.blend.law=1"], "no domain 'law'; known: code, math"),
-    ("tiny_mix", ["data.blend={math:-1,code:1}"], "data.weights.math=-1.0: must be a positive number"),
+    ("tiny_mix", ["data.blend={math:-1,code:1}"], "data.blend.math=-1.0: must be a positive number"),
     ("tiny_expert", ["data.valid=[law]"], "no domain 'law'; known: code, math"),
     ("tiny_expert", ["data.seq_length=65"], "data.seq_length=65: must lie between 2 and the model's"),
     ("tiny_expert", ["data.seq_length=1"], "data.seq_length=1: must lie between 2 and the model's"),

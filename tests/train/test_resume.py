@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,6 @@ def test_two_runs_are_one_run(world: TinyWorld, commands: CommandServer, whole: 
 
 def test_sigkill_between_two_checkpoints(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     """The real command in its own interpreter."""
-    import subprocess
     import sys
 
     ok(commands.run(*world.arguments("tiny_expert", tmp_path / "whole", **LONG)))
@@ -118,6 +118,45 @@ def test_killed_at_one_exact_place(
     assert_same_run(out, whole)
     assert temporaries(out) == temporaries(out / "checkpoints") == []
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000012"]  # keep=1
+
+
+def test_an_abandoned_future_does_not_push_out_the_present(
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+) -> None:
+    """Step 8 is whole but not yet `latest`; the run starts again from 4 and is stopped at 6, with keep=1."""
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out)
+    assert commands.run(*arguments, before=f"{DEATH}{CHECKPOINT}:_point_to:2").code == -signal.SIGKILL
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
+    assert commands.run(*arguments, before=f"btx_testing.death:term_at?{RUN}:train_step:2").code == 75
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000006"]
+    ok(commands.run(*arguments))
+    assert_same_run(out, whole)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "disk" / "run"
+    out.parent.mkdir()
+    size = sum(path.stat().st_size for path in (whole / "checkpoints").rglob("*") if path.is_file())
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size) + 300_000}", "tmpfs", out.parent])
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small tmpfs (root)")
+    try:
+        arguments = world.arguments("tiny_expert", out)
+        ended = commands.run(*arguments)
+        assert ended.code == 2, ended.err
+        assert (
+            "the disk or a quota is full, a checkpoint could not be saved; the previous one is as it was" in ended.err
+        )
+        assert saved_step(out) == 4
+        assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000004"]
+        subprocess.run(["mount", "-o", "remount,size=200M", out.parent], check=True)
+        ok(commands.run(*arguments))
+        assert_same_run(out, whole)
+    finally:
+        subprocess.run(["umount", out.parent], check=True)
 
 
 def test_killed_while_megatron_writes(world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path) -> None:
@@ -213,7 +252,7 @@ def half(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ({"optim__lr": 0.5}, "optim"),
+        ({"optim__lr": 0.5}, "optim.lr"),
         ({"steps": 24}, "steps"),
         ({"seed": 9}, "seed"),
         ({"global_batch_size": 8}, "global_batch_size"),
@@ -353,3 +392,50 @@ def test_a_run_of_no_steps_leaves_its_model(world: TinyWorld, commands: CommandS
     ok(commands.run(*world.arguments("tiny_expert", out, steps=0, optim__warmup_steps=0)))
     assert same_bits(load(weights(out)), load_folder(world.dense))
     assert json.loads((out / "DONE").read_text()) == {"step": 0}
+
+
+def test_two_at_once_in_one_folder(world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path) -> None:
+    """The second is refused in a line, and the first does not notice."""
+    out = tmp_path / "run"
+    first = commands.start(*world.arguments("tiny_expert", out))
+    wait_until(lambda: (out / "resolved.yaml").exists())
+    second = commands.run(*world.arguments("tiny_expert", out))
+    assert second.code == 2, second.err
+    assert "another process trains in it" in second.err
+    ok(first.wait())
+    assert_same_run(out, whole)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_checkpoint_that_would_execute_is_refused(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path, name: str
+) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out)
+    assert commands.run(*arguments, before=f"btx_testing.death:term_at?{RUN}:train_step:6").code == 75
+    folder = out / "checkpoints" / "step_00000006"
+    (folder / name).write_bytes(pickle.dumps(Evil()))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"size": (folder / name).stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    ended = commands.run(*arguments)
+    assert ended.code == 2, ended.err
+    assert name in ended.err
+    assert not (tmp_path / "executed").exists()
+
+
+def test_noise_of_the_right_size_is_one_line(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out)
+    assert commands.run(*arguments, before=f"btx_testing.death:term_at?{RUN}:train_step:6").code == 75
+    for file in (out / "checkpoints" / "step_00000006").glob("*.distcp"):
+        file.write_bytes(b"\xa5" * file.stat().st_size)
+    ended = commands.run(*arguments)
+    assert ended.code == 2, ended.err
+    assert "cannot be read" in ended.err and ended.err.count("\n") == 1

@@ -19,15 +19,15 @@ def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) ->
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from btx_nemo.convert.checkpoint import read_model_config
     from btx_nemo.convert.logits import model_logits
+    from btx_nemo.families.source import read_model_json
     from btx_nemo.megatron.load import METADATA, sharded_tensors
     from btx_nemo.megatron.model import build_model
     from btx_nemo.megatron.parallel import parallel_state
 
     config = LayoutConfig(**layout)
     with parallel_state(config, seed=0):
-        gpt = build_model(read_model_config(Path(folder)), config)
+        gpt = build_model(read_model_json(Path(folder)), config)
         with torch.no_grad():
             for parameter in gpt.parameters():
                 parameter.fill_(float("nan"))

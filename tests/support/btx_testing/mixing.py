@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,26 @@ def add_tokenizer(folder: Path, words: int = 90, **changes: int) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(table))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w1", "eos_token": "w2"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def mix_arguments(config: MixConfig) -> list[str]:
+    """The command line that asks for this mix."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    experts = {f"experts.{name}": path for name, path in values.pop("experts").items()}
+    spelled = {key: "null" if value is None else value for key, value in (values | experts).items()}
+    return ["mix", "--config-name", "btx", *(f"{key}={value}" for key, value in spelled.items())]
+
+
+def forbid_reading(_: str) -> None:
+    """Makes the reading of any tensor fail; to be called in the command's process before it begins."""
+    from btx_nemo.checkpoints.safetensors import SafetensorsReader
+    from btx_nemo.checkpoints.torch_dist import DistReader
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor is read")
+
+    for reader in (SafetensorsReader, DistReader):
+        reader.read_into = refuse  # type: ignore[method-assign]
 
 
 def make_models(root: Path, *names: str, dtype: torch.dtype = torch.float32, **changes: Any) -> MixConfig:

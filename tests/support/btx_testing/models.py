@@ -29,11 +29,14 @@ def randomise(model: torch.nn.Module, seed: int, std: float = 0.08) -> None:
             parameter.copy_(1 + 0.3 * noise if "norm" in name else std * noise)
 
 
-def make_llama(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
-    """A Llama folder as transformers writes it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_llama(
+    folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, kind: str = "Llama", **changes: Any
+) -> Path:
+    """A Llama (or, by `kind`, Mistral) folder as transformers writes it."""
+    import transformers
 
-    model = LlamaForCausalLM(LlamaConfig(**{**TINY, **changes}))
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     randomise(model, seed)
     model.to(dtype).save_pretrained(folder)
     return folder
