@@ -181,11 +181,11 @@ class _Run:
             self.metrics.write(record)
 
     def _warn_of_dead(self, routing: Routing) -> None:
-        """Names each expert that no token chose since the last line, once as long as it stays so."""
+        """Names each expert that no token chose in this step, once as long as it stays so."""
         names = self.model.moe.experts if self.model.moe else []
         for layer, expert in sorted(set(routing.dead) - self._dead):
             name = f" ({names[expert]})" if names else ""
-            self.bar.say(f"warning: layer {layer}: expert {expert}{name} got no token since the last log line")
+            self.bar.say(f"warning: layer {layer}: expert {expert}{name} got no token in this step")
         self._dead = set(routing.dead)
 
     def _validate(self, step: int) -> None:
