@@ -103,7 +103,9 @@ def pad_rows(domain_ND: Tensor, multiple: int = 16) -> Tensor:
 
 def with_penalty(logits_TE: Tensor, bias_X: Tensor) -> Tensor:
     """FlexOlmo, section 3.2: min(b_i, 0) on the logits of experts 1, 2, ...; expert 0, the public one, has none."""
-    return logits_TE + torch.nn.functional.pad(bias_X.clamp(max=0), (1, 0))
+    # The value of the minimum, the gradient of the bias: torch versions disagree on that of clamp at zero, the start.
+    bias_X = bias_X + (bias_X.clamp(max=0) - bias_X).detach()
+    return logits_TE + torch.nn.functional.pad(bias_X, (1, 0))
 
 
 def expert_choice_gates(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
