@@ -162,6 +162,7 @@ def test_ranks_under_torchrun_get_the_time_to_save(env: dict[str, str], tmp_path
     repo = tmp_path / "repo"
     shutil.copytree(REPO / "slurm", repo / "slurm")
     (repo / "btx_nemo").mkdir()
+    (repo / "btx_nemo" / "__init__.py").touch()  # without it an installed btx_nemo would go first
     shutil.copy(HERE / "fake_ranks.py", repo / "btx_nemo" / "__main__.py")
     del env["BTX_CLI"], env["PYTHONPATH"]
     env |= {"BTX_PYTHON": sys.executable, "BTX_NPROC": "1", "OMP_NUM_THREADS": "1"}
