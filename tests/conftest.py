@@ -11,12 +11,13 @@ import pytest
 # Two cores and several ranks: more threads only get in each other's way. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A shell that runs the tests in the background makes them, and all that they start, deaf to Ctrl-C.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from btx_testing.commands import CommandServer
 from btx_testing.pool import RankPool
 from btx_testing.runs import TinyWorld, make_world
+
+# A shell that runs the tests in the background makes them, and all that they start, deaf to Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
