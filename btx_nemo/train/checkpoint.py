@@ -35,6 +35,8 @@ LATEST = "latest"
 EXTRA_STATE = "_extra_state"
 FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "inline_container.cc")
 """What the traceback of a failed write holds; the last is torch's zip writer, which does not say why."""
+LITTLE = 1 << 20
+"""Free bytes of a disk that is full."""
 T = TypeVar("T")
 
 
@@ -144,7 +146,8 @@ def _full_disk_named(folder: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:
         text = "".join(traceback.format_exception(error))
-        if not any(sign in text for sign in FULL):
+        # 0.19 keeps the reason to itself; so look at the disk as well, before what was written goes.
+        if not any(sign in text for sign in FULL) and shutil.disk_usage(folder.parent).free > LITTLE:
             raise
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
