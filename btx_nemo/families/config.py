@@ -20,6 +20,12 @@ class MoEConfig:
     """The routing rule's own settings: the fields of its router's `Options`."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
+    shared_expert_intermediate_size: int | None = None
+    """Width of an expert that every token passes, ungated, beside the routed ones; None for none."""
+    layers: list[int] | None = None
+    """The layers that are mixtures, ascending, counted from 0; the others are dense. None: all are."""
+    dense_ffn_hidden_size: int | None = None
+    """Width of the dense layers' feed-forward blocks, where `layers` leaves any; None: that of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +62,7 @@ class ModelConfig:
     """Standard deviation of fresh weights."""
     moe: MoEConfig | None = None
     """The mixture, or None for a dense model."""
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
