@@ -18,6 +18,8 @@ class MoEConfig:
     """Name in the router registry (`btx_nemo.routers`)."""
     options: dict[str, Any] = field(default_factory=dict)
     """The routing rule's own settings: the fields of its router's `Options`."""
+    shared_expert_intermediate_size: int | None = None
+    """Width of a further feed-forward block that every token passes, ungated (Nexus); None or 0 for none."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
 

@@ -42,6 +42,12 @@ def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
             raise UserError(f"{where}: num_experts={count} is not possible with {config.num_layers} layers")
         if not 0 < top_k <= count:
             raise UserError(f"{where}: top_k={top_k} must be from 1 to the {count} experts")
+        shared = config.moe.shared_expert_intermediate_size
+        if shared is not None and (type(shared) is not int or not 0 <= shared <= LARGEST["ffn_hidden_size"]):
+            raise UserError(
+                f"{where}: shared_expert_intermediate_size={shared!r} must be a whole number from 0 (none) to "
+                f"{LARGEST['ffn_hidden_size']}"
+            )
         if config.moe.experts and len(config.moe.experts) != count:
             raise UserError(f"{where}: names {len(config.moe.experts)} experts but num_experts={count}")
     return config

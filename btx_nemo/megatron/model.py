@@ -31,6 +31,8 @@ def transformer_config(
             moe_token_dispatcher_type="alltoall",
             moe_ffn_hidden_size=model.ffn_hidden_size,
             moe_grouped_gemm=False,
+            moe_shared_expert_intermediate_size=model.moe.shared_expert_intermediate_size or None,
+            moe_shared_expert_gate=False,
             **router_class(model.moe.router).megatron_settings(model),
         )
     if recompute == "full":

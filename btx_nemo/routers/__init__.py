@@ -66,7 +66,6 @@ def router_class(name: str) -> Any:
 
 
 def is_mixtral(moe: MoEConfig) -> bool:
-    """Whether the rule is the one that Hugging Face's Mixtral computes: softmax over the k kept logits."""
-    return moe.router == "top_k" and (
-        moe.options.get("softmax", "after") == "after" or bool(moe.options.get("renormalise", True))
-    )
+    """Whether the mixture is one that Hugging Face's Mixtral computes: softmax over the k kept logits, no more."""
+    after = moe.options.get("softmax", "after") == "after" or bool(moe.options.get("renormalise", True))
+    return moe.router == "top_k" and after and not moe.shared_expert_intermediate_size

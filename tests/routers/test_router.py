@@ -104,3 +104,4 @@ def test_only_mixtrals_rule_is_mixtrals() -> None:
     assert is_mixtral(MoEConfig(num_experts=4, options={"softmax": "before"}))
     assert not is_mixtral(MoEConfig(num_experts=4, options={"softmax": "before", "renormalise": False}))
     assert not is_mixtral(MoEConfig(num_experts=4, router="flexolmo"))
+    assert not is_mixtral(MoEConfig(num_experts=4, shared_expert_intermediate_size=48))

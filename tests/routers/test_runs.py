@@ -13,7 +13,11 @@ from safetensors.torch import save_file
 
 from btx_nemo.checkpoints.torch_dist import DistReader
 
-NEXUS = {"moe__router": "nexus", "moe__options__embedding_size": 6}
+NEXUS = {
+    "moe__router": "nexus",
+    "moe__options__embedding_size": 6,
+    "moe__shared_expert_intermediate_size": 40,
+}
 RUNS = {
     "sample_top1": {"moe__router": "sample_top1"},
     "noisy_top_k": {"moe__router": "noisy_top_k", "router__losses__load": 0.1, "router__input_jitter": 0.01},
