@@ -18,10 +18,10 @@ class MoEConfig:
     """Name in the router registry (`btx_nemo.routers`)."""
     options: dict[str, Any] = field(default_factory=dict)
     """The routing rule's own settings: the fields of its router's `Options`."""
+    shared_expert_intermediate_size: int | None = None
+    """Width of a further feed-forward block that every token passes, ungated (Nexus); None or 0 for none."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
-    shared_expert_intermediate_size: int | None = None
-    """Width of an expert that every token passes, ungated, beside the routed ones; None for none."""
     layers: list[int] | None = None
     """The layers that are mixtures, ascending, counted from 0; the others are dense. None: all are."""
     dense_ffn_hidden_size: int | None = None

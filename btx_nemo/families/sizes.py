@@ -51,8 +51,8 @@ def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
 def _check_mixture(config: ModelConfig, moe: MoEConfig, where: str) -> None:
     for name in ("shared_expert_intermediate_size", "dense_ffn_hidden_size"):
         value = getattr(moe, name)
-        if value is not None and not 0 < value <= LARGEST["ffn_hidden_size"]:
-            raise UserError(f"{where}: {name}={value!r} must be a whole number from 1 to {LARGEST['ffn_hidden_size']}")
+        if value is not None and not 0 <= value <= LARGEST["ffn_hidden_size"]:
+            raise UserError(f"{where}: {name}={value!r} must be a whole number from 0 to {LARGEST['ffn_hidden_size']}")
     layers = moe.layers
     if layers is not None and (not layers or layers != sorted({*layers} & {*range(config.num_layers)})):
         raise UserError(f"{where}: layers={layers} must be numbers of the {config.num_layers} layers, ascending")

@@ -33,6 +33,8 @@ def transformer_config(
             moe_ffn_hidden_size=model.ffn_hidden_size,
             moe_grouped_gemm=False,
             moe_layer_freq=[int(model.is_mixture(layer)) for layer in range(model.num_layers)],
+            moe_shared_expert_intermediate_size=model.moe.shared_expert_intermediate_size or None,
+            moe_shared_expert_gate=False,
             **router_class(model.moe.router).megatron_settings(model),
         )
     if recompute == "full":

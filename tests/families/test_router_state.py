@@ -24,7 +24,9 @@ OPTIONS = {
 )
 def test_shapes_are_the_routers_own(router: str, options: dict, tmp_path: Path) -> None:
     kind = router_class(router)
-    moe = MoEConfig(num_experts=4, top_k=kind.only_top_k or 2, router=router, options=options)
+    moe = MoEConfig(
+        num_experts=4, top_k=kind.only_top_k or 2, router=router, options=options, shared_expert_intermediate_size=16
+    )
     model = ModelConfig(
         num_layers=2, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, num_query_groups=2, head_dim=4,
         vocab_size=32, moe=moe,
