@@ -9,8 +9,9 @@ import torch
 from btx_testing.tensors import MemoryReader, MemorySink, info_of
 
 from btx_nemo.errors import UserError
-from btx_nemo.plan.execute import all_finite, evaluate, execute
+from btx_nemo.plan.execute import evaluate, execute
 from btx_nemo.plan.expr import Concat, Expr, Mean, Normal, Take
+from btx_nemo.plan.finite import all_finite
 from btx_nemo.plan.layout import TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.table import plan_lines, summary_lines
