@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from btx_testing.models import make_llama
-from btx_testing.tensors import load_folder
 
 from btx_nemo.families import names
 from btx_nemo.families.source import open_source
 from btx_nemo.plan.execute import evaluate
+from btx_testing.models import make_llama
+from btx_testing.tensors import load_folder
 
 SIZES = {
     "hidden_size": 16,
