@@ -16,11 +16,10 @@ from btx_nemo.families.source import Source, check_tied, open_source
 from btx_nemo.mix import checks
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, get_recipe
-from btx_nemo.plan.execute import MAX_THREADS
+from btx_nemo.plan.execute import default_threads
 from btx_nemo.plan.expr import substitute
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.table import print_plan
-from btx_nemo.plan.workers import default_workers
 
 SEED = "seed"
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
     mixture.plan.check()
     plan = lower(mixture.plan, [seed, *experts])
     plan.check()
-    workers = config.workers or default_workers(MAX_THREADS)
+    workers = config.workers or default_threads()
     if dry_run:
         print_plan(plan, workers)
         return

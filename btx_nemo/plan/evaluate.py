@@ -27,7 +27,7 @@ from btx_nemo.plan.expr import (
     push_down,
 )
 from btx_nemo.plan.finite import check_finite, check_result, may_overflow
-from btx_nemo.plan.layout import Box, Layout, TensorInfo, full_box
+from btx_nemo.plan.layout import PAGE, Box, Layout, TensorInfo, full_box
 
 
 class TensorReader(Protocol):
@@ -51,17 +51,18 @@ class Scratch:
         self._depth = 0
 
     @contextmanager
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """An uninitialised tensor, valid inside the context."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Iterator[torch.Tensor]:
+        """An uninitialised tensor, valid inside the context; its address agrees with `offset` modulo a page."""
         nbytes = prod(shape) * dtype.itemsize
         if self._depth == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[self._depth].numel() < nbytes:
-            self._buffers[self._depth] = torch.empty(nbytes, dtype=torch.uint8)
+        if self._buffers[self._depth].numel() < nbytes + PAGE:
+            self._buffers[self._depth] = torch.empty(nbytes + PAGE, dtype=torch.uint8)
         buffer = self._buffers[self._depth]
+        start = (offset - buffer.data_ptr()) % PAGE
         self._depth += 1
         try:
-            yield buffer[:nbytes].view(dtype).view(shape)
+            yield buffer[start : start + nbytes].view(dtype).view(shape)
         finally:
             self._depth -= 1
 
@@ -122,12 +123,12 @@ class Evaluator:
 
     def _mean(self, expr: Mean, out: torch.Tensor, info: TensorInfo, target: str) -> None:
         inner = infer(expr, self.sources, info)
-        dtype = torch_dtype(inner.dtype)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        with self.scratch.tensor(inner.shape, wide) as total, self.scratch.tensor(inner.shape, dtype) as part:
-            for i, piece in enumerate(expr.parts):
+        wide = torch.float64 if inner.dtype == "float64" else torch.float32
+        with self.scratch.tensor(inner.shape, wide) as total, self.scratch.tensor(inner.shape, wide) as part:
+            self.into(expr.parts[0], total, info, target)
+            for piece in expr.parts[1:]:
                 self.into(piece, part, info, target)
-                total.copy_(part) if i == 0 else total.add_(part)
+                total.add_(part)
             # Divide, not multiply by 1/n: the mean of equal values is then that value wherever their sum is exact.
             out.copy_(total.div_(len(expr.parts)))
 

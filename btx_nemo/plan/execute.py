@@ -21,10 +21,18 @@ from btx_nemo.plan.layout import ITEMSIZE, Box
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.workers import default_workers
 
-__all__ = ["BLOCK_BYTES", "MAX_THREADS", "Sink", "TensorReader", "evaluate", "execute", "peak_memory_bound"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Sink",
+    "TensorReader",
+    "default_threads",
+    "evaluate",
+    "execute",
+    "peak_memory_bound",
+]
 
-BLOCK_BYTES = 1 << 20
-"""Target bytes that one worker makes at a time: with its parts it stays in the CPU's cache (scripts/bench_mix.py)."""
+BLOCK_BYTES = 2 << 20
+"""Target bytes that one worker makes at a time: enough to hide what a block costs beside its bytes (bench_mix.py)."""
 MAX_THREADS = 8
 """Threads that are used unless told otherwise, at most: more do not read or write faster."""
 
@@ -35,8 +43,16 @@ class Sink(Protocol):
     def work(self, jobs: tuple[Job, ...]) -> list[list[tuple[Job, Box]]]:
         """Lists of parts to write; one worker runs each list in order. Independent of the number of workers."""
 
+    def offset(self, target: str, box: Box) -> int:
+        """The byte of a file where a part begins; memory that agrees with it modulo a page need not be copied."""
+
     def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
         """Take one contiguous part; the tensor's memory is used again afterwards."""
+
+
+def default_threads() -> int:
+    """Two threads per CPU, one computing while the other waits for the disk; at most `MAX_THREADS`."""
+    return min(2 * default_workers(), MAX_THREADS)
 
 
 def execute(
@@ -66,7 +82,7 @@ def execute(
             stop.set()
             raise
 
-    with ThreadPoolExecutor(workers or default_workers(MAX_THREADS), thread_name_prefix="btx-mix") as pool:
+    with ThreadPoolExecutor(workers or default_threads(), thread_name_prefix="btx-mix") as pool:
         futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -96,7 +112,7 @@ def _run_parts(
                 evaluate(pushed, evaluator.readers, job.info, job.target, evaluator.seed) if _is_fresh(job) else None
             )
         shape = tuple(high - low for low, high in box)
-        with evaluator.scratch.tensor(shape, torch_dtype(job.info.dtype)) as out:
+        with evaluator.scratch.tensor(shape, torch_dtype(job.info.dtype), sink.offset(job.target, box)) as out:
             if whole is not None:  # generated once, then cut: the same numbers whatever the blocks
                 out.copy_(whole[tuple(slice(low, high) for low, high in box)])
             else:
