@@ -82,16 +82,21 @@ def execute(
             stop.set()
             raise
 
-    with ThreadPoolExecutor(workers or default_threads(), thread_name_prefix="btx-mix") as pool:
-        futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future.done():
-                    future.result()
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    count, inner = workers or default_threads(), torch.get_num_threads()
+    try:
+        # One thread each inside torch's operations: the workers are the parallelism.
+        with ThreadPoolExecutor(count, "btx-mix", torch.set_num_threads, (1,)) as pool:
+            futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future.done():
+                        future.result()
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+    finally:
+        torch.set_num_threads(inner)
 
 
 def _run_parts(
