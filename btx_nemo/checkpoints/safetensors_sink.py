@@ -16,7 +16,6 @@ from btx_nemo.checkpoints.safetensors import INDEX, SINGLE
 from btx_nemo.checkpoints.safetensors_header import NAMES
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import BLOCK_BYTES
-from btx_nemo.plan.expr import FRESH
 from btx_nemo.plan.layout import ITEMSIZE, PAGE, Box, TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job
 
@@ -78,12 +77,11 @@ class SafetensorsSink:
             start += self.targets[name].nbytes
 
     def work(self, jobs: tuple[Job, ...]) -> list[list[tuple[Job, Box]]]:
-        """Lists of consecutive blocks; a fresh tensor is one list, so that it is made once."""
+        """Lists of consecutive blocks."""
         lists = []
         for job in jobs:
             boxes = [(job, box) for box in row_blocks(job.info, BLOCK_BYTES)]
-            run = max(1, len(boxes) if isinstance(job.expr, FRESH) else RUN_BLOCKS)
-            lists += [boxes[i : i + run] for i in range(0, len(boxes), run)]
+            lists += [boxes[i : i + RUN_BLOCKS] for i in range(0, len(boxes), RUN_BLOCKS)]
         return lists
 
     def offset(self, target: str, box: Box) -> int:

@@ -10,23 +10,27 @@ from typing import Protocol
 import torch
 
 from btx_nemo.plan.expr import (
-    FRESH,
+    ELEMENTWISE,
+    Combine,
     Concat,
     Expr,
     Full,
     Index,
     Leaf,
     Mean,
-    Normal,
+    Product,
     Slice,
+    Splice,
     Stack,
+    Take,
+    Ties,
     crop,
-    generator_for,
     infer,
     leaf,
     push_down,
 )
 from btx_nemo.plan.finite import check_finite, check_result, may_overflow
+from btx_nemo.plan.fresh import Drawer, chosen
 from btx_nemo.plan.layout import PAGE, Box, Layout, TensorInfo, full_box
 
 
@@ -80,12 +84,13 @@ class Evaluator:
         self.sources = sources
         self.seed = seed
         self.scratch = Scratch()
+        self.drawer = Drawer(seed)
 
     def into(self, expr: Expr, out: torch.Tensor, info: TensorInfo, target: str) -> None:
         """Write the value of `expr` (pushed down) into `out`, casting to its dtype. `info` is the whole target's."""
-        part = leaf(expr, self.sources)
+        part = leaf(expr, self.sources, info)
         if part is not None:
-            self._read(part, out)
+            self._leaf(part, out, info, target)
         elif isinstance(expr, Concat):
             start = 0
             for piece in expr.parts:
@@ -95,55 +100,85 @@ class Evaluator:
         elif isinstance(expr, Stack):
             for i, piece in enumerate(expr.parts):
                 self.into(piece, out[i], info, target)
-        elif isinstance(expr, Mean):
-            self._mean(expr, out, info, target)
-        elif isinstance(expr, FRESH):
-            self._fresh(expr, out, target)
+        elif isinstance(expr, Ties):
+            self._ties(expr, out, info, target)
+        elif isinstance(expr, ELEMENTWISE):
+            self._accumulate(expr, out, info, target)
+        elif isinstance(expr, Splice):
+            self._splice(expr, out, info, target)
         elif isinstance(expr, (Slice, Index)):
             inner = infer(expr.of, self.sources, info)
-            with self.scratch.tensor(inner.shape, torch_dtype(inner.dtype)) as whole:
+            with self.scratch.tensor(inner.shape, out.dtype) as whole:
                 self.into(expr.of, whole, info, target)
-                picked = whole[expr.index] if isinstance(expr, Index) else _narrowed(whole, expr)
-                out.copy_(picked)
+                out.copy_(whole[expr.index] if isinstance(expr, Index) else _narrowed(whole, expr))
 
-    def _read(self, part: Leaf, out: torch.Tensor) -> None:
-        take = part.take
-        reader = self.readers[take.source]
+    def _leaf(self, part: Leaf, out: torch.Tensor, info: TensorInfo, target: str) -> None:
         shape = tuple(stop - start for start, stop in part.box)
-        dtype = torch_dtype(self.sources[take.source][take.name].dtype)
+        if not isinstance(part.of, Take):
+            whole_info = infer(part.of, self.sources, info)
+            key = target if isinstance(part.of, Full) else part.of.key or target
+            self.drawer.fill(part.of, key, whole_info, part.box, out.view(shape))
+            return
+        dtype = torch_dtype(self.sources[part.of.source][part.of.name].dtype)
         if out.dtype == dtype and out.is_contiguous():
-            whole = out.view(shape)
-            reader.read_into(take.name, part.box, whole)
-            check_finite(whole, part.box, take.name, reader.where(take.name))
+            self._read(part.of, part.box, out.view(shape))
             return
         with self.scratch.tensor(shape, dtype) as whole:
-            reader.read_into(take.name, part.box, whole)
-            check_finite(whole, part.box, take.name, reader.where(take.name))
+            self._read(part.of, part.box, whole)
             out.copy_(whole.view(out.shape))
 
-    def _mean(self, expr: Mean, out: torch.Tensor, info: TensorInfo, target: str) -> None:
+    def _read(self, take: Take, box: Box, out: torch.Tensor) -> None:
+        reader = self.readers[take.source]
+        reader.read_into(take.name, box, out)
+        check_finite(out, box, take.name, reader.where(take.name))
+
+    def _accumulate(self, expr: Mean | Combine | Product, out: torch.Tensor, info: TensorInfo, target: str) -> None:
         inner = infer(expr, self.sources, info)
+        weights = expr.weights if isinstance(expr, Combine) else (1.0,) * len(expr.parts)
         wide = torch.float64 if inner.dtype == "float64" else torch.float32
         with self.scratch.tensor(inner.shape, wide) as total, self.scratch.tensor(inner.shape, wide) as part:
             self.into(expr.parts[0], total, info, target)
-            for piece in expr.parts[1:]:
+            if weights[0] != 1:
+                total.mul_(float(weights[0]))
+            for piece, weight in zip(expr.parts[1:], weights[1:], strict=True):
                 self.into(piece, part, info, target)
-                total.add_(part)
-            # Divide, not multiply by 1/n: the mean of equal values is then that value wherever their sum is exact.
-            out.copy_(total.div_(len(expr.parts)))
+                if isinstance(expr, Product):
+                    total.mul_(part)
+                else:
+                    total.add_(part, alpha=float(weight))
+            if isinstance(expr, Mean):
+                # Divide, not multiply by 1/n: the mean of equal values is then that value wherever their sum is exact.
+                total.div_(len(expr.parts))
+            out.copy_(total)
 
-    def _fresh(self, expr: Normal | Full, out: torch.Tensor, target: str) -> None:
-        if isinstance(expr, Full):
-            out.fill_(expr.value)
+    def _splice(self, expr: Splice, out: torch.Tensor, info: TensorInfo, target: str) -> None:
+        self.into(expr.of, out, info, target)
+        indices = chosen(self.seed, expr.choice, out.shape[expr.dim])
+        if not len(indices):
             return
-        values = torch.empty(out.shape, dtype=torch.float32)
-        generator = generator_for(self.seed, target)
-        if expr.cut:
-            limit = expr.cut * expr.std
-            torch.nn.init.trunc_normal_(values, 0.0, expr.std, -limit, limit, generator=generator)
-        else:
-            values.normal_(0.0, expr.std, generator=generator)
-        out.copy_(values)
+        with self.scratch.tensor(tuple(out.shape), out.dtype) as other:
+            self.into(expr.other, other, info, target)
+            out.index_copy_(expr.dim, indices, other.index_select(expr.dim, indices))
+
+    def _ties(self, expr: Ties, out: torch.Tensor, info: TensorInfo, target: str) -> None:
+        inner = infer(expr, self.sources, info)
+        with self.scratch.tensor((len(expr.parts), *inner.shape), torch.float32) as parts:
+            for piece, part in zip(expr.parts, parts, strict=True):
+                self.into(piece, part, info, target)
+            base, differences = parts[0], parts[1:]
+            sign = trim(base, differences, expr)
+            sign[sign == 0] = float(expr.zero_sign)
+            agreeing = differences.mul_(differences.sign() == sign)  # a difference of zero agrees with no sign
+            count = agreeing.count_nonzero(dim=0).clamp_(min=1)
+            out.copy_(base.add_(agreeing.sum(dim=0).div_(count), alpha=expr.scale))
+
+
+def trim(base: torch.Tensor, parts: torch.Tensor, expr: Ties) -> torch.Tensor:
+    """Makes `parts` [n, ...] their differences from the base, trimmed; returns the sign of their sum."""
+    for part, threshold in zip(parts, expr.thresholds, strict=True):
+        part.sub_(base)
+        part.mul_(part.abs() >= float(threshold))
+    return parts.sum(dim=0).sign_()
 
 
 def _narrowed(tensor: torch.Tensor, expr: Slice) -> torch.Tensor:

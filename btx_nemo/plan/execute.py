@@ -1,7 +1,7 @@
 """Streaming a plan into a sink, in blocks of a few megabytes.
 
-Memory: every worker holds a few blocks, and the whole of a tensor only when it is fresh (a router). It does not grow
-with layers or experts. Results depend neither on the number of workers nor on their order.
+Memory: every worker holds a few blocks, and a few chunks of what is fresh. It does not grow with layers or experts.
+Results depend neither on the number of workers nor on their order.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Protocol
 import torch
 
 from btx_nemo.plan.evaluate import Evaluator, TensorReader, evaluate, torch_dtype
-from btx_nemo.plan.expr import FRESH, crop, push_down
+from btx_nemo.plan.expr import ELEMENTWISE, FRESH, Expr, Ties, children, crop, push_down
 from btx_nemo.plan.finite import check_result, may_overflow
+from btx_nemo.plan.fresh import CHUNK, KEPT_CHUNKS
 from btx_nemo.plan.layout import ITEMSIZE, Box
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.workers import default_workers
@@ -113,31 +114,34 @@ def _run_parts(
         if job is not current:
             current, pushed = job, push_down(job.expr, evaluator.sources, job.info)
             risky = may_overflow(pushed, evaluator.sources, job.info)
-            whole = (
-                evaluate(pushed, evaluator.readers, job.info, job.target, evaluator.seed) if _is_fresh(job) else None
-            )
         shape = tuple(high - low for low, high in box)
         with evaluator.scratch.tensor(shape, torch_dtype(job.info.dtype), sink.offset(job.target, box)) as out:
-            if whole is not None:  # generated once, then cut: the same numbers whatever the blocks
-                out.copy_(whole[tuple(slice(low, high) for low, high in box)])
-            else:
-                evaluator.into(crop(pushed, box, evaluator.sources, job.info), out, job.info, job.target)
-                if risky:
-                    check_result(out, job.target, tuple(low for low, _ in box))
+            evaluator.into(crop(pushed, box, evaluator.sources, job.info), out, job.info, job.target)
+            if risky:
+                check_result(out, job.target, tuple(low for low, _ in box))
             sink.write(job.target, box, out)
         if progress is not None:
             progress(prod(shape) * ITEMSIZE[job.info.dtype])
 
 
-def _is_fresh(job: Job) -> bool:
-    return isinstance(job.expr, FRESH)
-
-
 def peak_memory_bound(plan: Plan, workers: int) -> int:
-    """Bytes that executing `plan` can hold at once, above the interpreter: blocks per worker, or one fresh tensor.
+    """Bytes that executing `plan` can hold at once, above the interpreter: the same for every worker.
 
-    A block costs its output, an fp32 sum and one source part, whichever is there, in the widest dtype.
+    A block costs its output and, for each step of its arithmetic, an fp32 sum and one part; the fresh tensors of a
+    worker keep a few chunks.
     """
-    per_worker = 4 * 2 * BLOCK_BYTES
-    fresh = max((job.info.numel * 4 + job.info.nbytes for job in plan.jobs if _is_fresh(job)), default=0)
-    return workers * (per_worker + fresh)
+    blocks = max((_blocks(job.expr) for job in plan.jobs), default=0)
+    fresh = any(_draws(job.expr) for job in plan.jobs)
+    return workers * ((1 + blocks) * 2 * BLOCK_BYTES + fresh * (KEPT_CHUNKS + 2) * CHUNK * 4)
+
+
+def _blocks(expr: Expr) -> int:
+    """Blocks of scratch memory that an expression takes at the same time, at most."""
+    within = max(map(_blocks, children(expr)), default=0)
+    if isinstance(expr, Ties):
+        return len(expr.parts) + 3 + within
+    return (3 if isinstance(expr, ELEMENTWISE) else 1) + within
+
+
+def _draws(expr: Expr) -> bool:
+    return isinstance(expr, FRESH) or any(map(_draws, children(expr)))
