@@ -12,15 +12,13 @@ import torch
 
 from btx_nemo.checkpoints.direct import OutputFile
 from btx_nemo.checkpoints.reader import byte_view
-from btx_nemo.checkpoints.safetensors import INDEX, SINGLE
+from btx_nemo.checkpoints.safetensors import INDEX, PRODUCER, SINGLE
 from btx_nemo.checkpoints.safetensors_header import NAMES
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import BLOCK_BYTES
 from btx_nemo.plan.layout import ITEMSIZE, PAGE, Box, TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job
 
-PRODUCER = "btx_nemo"
-"""Value of the header's metadata key `producer`: marks a file that a manifest belongs to."""
 MAX_SHARDS = 800
 """All shards are open at once: fewer than the usual limit of 1024 open files."""
 RUN_BLOCKS = 8
