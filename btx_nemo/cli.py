@@ -215,14 +215,13 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _mix(arguments: argparse.Namespace) -> None:
-    from btx_nemo.config.build import build
     from btx_nemo.config.load import load
-    from btx_nemo.mix.config import MixConfig
+    from btx_nemo.mix.config import read_config
     from btx_nemo.mix.run import run_mix
 
     gc.freeze()  # what the imports made lives as long as the process: a fifth of a second for each walk through it
     values = load("mix", arguments.config_name, arguments.overrides, arguments.config_path)
-    run_mix(build(MixConfig, values, where=f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
+    run_mix(read_config(values, f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
 
 
 def _prepare_data(arguments: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class Destination:
         jobs = tuple(
             Job(name, infer(expr, {SHARED: infos}), substitute(expr, SHARED, table)) for name, expr in written.items()
         )
-        return Plan(jobs, plan.sources, plan.dropped, plan.folders)
+        return dataclasses.replace(plan, jobs=jobs)
 
     def sink(self, folder: Path, plan: Plan) -> SafetensorsSink | DistSink:
         """Where the plan's tensors go."""

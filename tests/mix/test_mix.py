@@ -55,7 +55,8 @@ def test_four_copies_of_a_seed_have_the_seeds_logits(tmp_path: Path, changes: di
 @pytest.mark.parametrize("include_seed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_against_a_naive_loop(tmp_path: Path, include_seed: bool, dtype: torch.dtype) -> None:
-    config = dataclasses.replace(make_models(tmp_path, "math", "code", dtype=dtype), include_seed=include_seed)
+    config = make_models(tmp_path, "math", "code", dtype=dtype)
+    config = dataclasses.replace(config, options={"include_seed": include_seed})
     run_mix(config)
     members = [
         load_folder(tmp_path / name) for name in (["math", "code", "seed"] if include_seed else ["math", "code"])

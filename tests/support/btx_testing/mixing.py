@@ -35,8 +35,9 @@ def mix_arguments(config: MixConfig) -> list[str]:
     """The command line that asks for this mix."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     experts = {f"experts.{name}": path for name, path in values.pop("experts").items()}
-    spelled = {key: "null" if value is None else value for key, value in (values | experts).items()}
-    return ["mix", "--config-name", "btx", *(f"{key}={value}" for key, value in spelled.items())]
+    options = values.pop("options")
+    spelled = {key: "null" if value is None else value for key, value in (values | options | experts).items()}
+    return ["mix", "--config-name", config.recipe, *(f"{key}={value}" for key, value in spelled.items())]
 
 
 def forbid_reading(_: str) -> None:
