@@ -1,7 +1,7 @@
 """Old Hugging Face folders: pytorch_model.bin, one file or shards with an index.
 
 Such a file is a pickle. It is read only where the user asks for it, and only by torch's unpickler for weights
-(`weights_only`), which makes tensors and containers and calls nothing else. Tensors stay on the disk until they are read.
+(`weights_only`), which makes tensors and containers and calls nothing else. Tensors stay on the disk until read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def open_weights(folder: Path, allow_bin: bool = False) -> SafetensorsReader | B
     found = [name for name in names if name in (SINGLE, INDEX)]
     if found and not allow_bin:
         raise UserError(
-            f"{folder}: no safetensors, and {found[0]} is a pickle; save it as safetensors, or say allow_bin=true to have "
-            "its tensors, and nothing else, unpickled"
+            f"{folder}: no safetensors, and {found[0]} is a pickle; save it as safetensors, or say allow_bin=true "
+            "to have its tensors, and nothing else, unpickled"
         )
     return BinReader(folder) if found else SafetensorsReader(folder)
 
@@ -48,6 +48,7 @@ class BinReader(Reader):
         self.folder = Path(folder)
         self._tensors: dict[str, torch.Tensor] = {}
         self._file_of: dict[str, str] = {}
+        self._sizes: dict[str, int] = {}
         index = self.folder / INDEX
         weight_map = read_index(index) if index.exists() else None
         for file in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
@@ -62,6 +63,7 @@ class BinReader(Reader):
 
     def _add(self, file: str, weight_map: dict[str, str] | None) -> None:
         path = self.folder / file
+        self._sizes[file] = os.stat(path).st_size if path.exists() else 0
         for name, tensor in _load(path).items():
             if name in self._file_of:
                 raise UserError(f"{path}: tensor {name!r} is also in {self._file_of[name]}; keep one")
@@ -79,6 +81,9 @@ class BinReader(Reader):
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Copy one part; its pages are read from the file."""
+        file = self._file_of[name]
+        if os.stat(self.folder / file).st_size != self._sizes[file]:  # pages that are gone would end the process
+            raise UserError(f"{self.where(name)}: size changed while it was in use (tensor {name!r}); run again")
         out.copy_(self._tensors[name][tuple(slice(low, high) for low, high in box)])
 
 

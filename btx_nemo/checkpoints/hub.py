@@ -17,8 +17,8 @@ BINS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 def local_folder(place: str | Path, allow_bin: bool = False) -> Path:
     """The folder `place` where it is there; else, where that can be the id of a model on the hub, its download.
 
-    Settings, tokenizer and safetensors are downloaded, into the hub's own cache; pytorch_model.bin only with `allow_bin`
-    and where there are no safetensors. Raises UserError when there is neither a folder nor a model that can be had.
+    Settings, tokenizer and safetensors are downloaded, into the hub's own cache; pytorch_model.bin only with
+    `allow_bin` and where there are no safetensors. Raises UserError when there is neither a folder nor such a model.
     """
     path = Path(place)
     match = MODEL_ID.fullmatch(str(place))

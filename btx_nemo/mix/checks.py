@@ -20,6 +20,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.recipes.base import Recipe
+from btx_nemo.mix.vocabulary import check_policy
 
 LARGEST_STD = 1e3
 SAME = {
@@ -62,14 +63,18 @@ def check_settings(config: MixConfig, recipe: Recipe) -> None:
         )
     if not 0 <= config.rng_seed < 1 << 63:
         raise UserError(f"rng_seed={config.rng_seed} must be a whole number from 0 to 2**63 - 1")
+    check_policy(config.vocab_policy)
     check_dtype(config.dtype)
     check_shard_size(config.shard_size)
     if config.workers is not None and config.workers < 1:
         raise UserError(f"workers={config.workers} must be at least 1")
 
 
-def check_sources(seed: Source, experts: list[Source], recipe: Recipe) -> None:
-    """Raise UserError naming the folder and both values where a specialist does not fit the seed."""
+def check_sources(seed: Source, experts: list[Source], recipe: Recipe, *, union: bool = False) -> None:
+    """Raise UserError naming the folder and both values where a specialist does not fit the seed.
+
+    With `union`, vocabularies have been joined already.
+    """
     _check_kinds(seed, experts, recipe)
     reference = seed.layout()
     for expert in experts:
@@ -86,7 +91,7 @@ def check_sources(seed: Source, experts: list[Source], recipe: Recipe) -> None:
                     f"{expert.folder}: tensor {name!r} is {info.dtype} but the seed's is {reference[name].dtype}; "
                     "save all models in one dtype"
                 )
-    check_tokenizers(seed, experts)
+    check_tokenizers(seed, experts, union=union)
 
 
 def _check_kinds(seed: Source, experts: list[Source], recipe: Recipe) -> None:
@@ -111,7 +116,7 @@ def _check_kinds(seed: Source, experts: list[Source], recipe: Recipe) -> None:
             )
 
 
-def check_tokenizers(seed: Source, experts: list[Source]) -> None:
+def check_tokenizers(seed: Source, experts: list[Source], *, union: bool = False) -> None:
     """Raise UserError naming the first token on which two tokenizers differ, or an id beyond the embedding."""
     reference = vocabulary(seed.tokenizer)
     if reference and max(reference.values()) >= seed.config.vocab_size:
@@ -122,7 +127,7 @@ def check_tokenizers(seed: Source, experts: list[Source]) -> None:
         )
     for expert in experts:
         difference = vocabulary_difference(vocabulary(expert.tokenizer), reference)
-        if difference:
+        if difference and not union:
             raise UserError(
                 f"{expert.tokenizer}/tokenizer.json: {difference} in the seed's {seed.tokenizer}; "
                 "specialists must keep the seed's tokenizer"
@@ -142,7 +147,7 @@ def _compare_models(seed: Source, expert: Source) -> None:
         raise UserError(f"{mine}: differs from the seed's {theirs}; specialists must keep the seed's tokenizer")
 
 
-def warnings(seed: Source, experts: list[Source]) -> list[str]:
+def warnings(seed: Source, experts: list[Source], *, union: bool = False) -> list[str]:
     """What is allowed but seldom meant, one line each, for sources that have passed the checks. Reads a few rows."""
     found = []
     if not tokenizer_files(seed.tokenizer):
@@ -153,6 +158,8 @@ def warnings(seed: Source, experts: list[Source]) -> list[str]:
         if known != (vocabulary(expert.tokenizer) is not None):
             found.append(f"{seed.folder} and {expert.folder}: only one has tokenizer.json; not compared")
         for part in behaviour_differences(expert.tokenizer, seed.tokenizer):
+            if part == "added_tokens" and union:
+                continue
             where = f"{expert.tokenizer}/tokenizer.json: {part} differs from the seed's {seed.tokenizer}"
             found.append(f"{where}; the mixture takes the seed's")
         both_dense = seed.config.moe is None and expert.config.moe is None
@@ -178,5 +185,6 @@ def facts(config: MixConfig, options: Any) -> dict[str, Any]:
         "router_init_std": config.router_init_std,
         "seed": config.rng_seed,
         "dtype": config.dtype,
+        "vocab_policy": config.vocab_policy,
         "experts": {name: str(Path(path)) for name, path in config.experts.items()},
     }

@@ -24,6 +24,7 @@ from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, OPENERS, Extra
 from btx_nemo.mix.history import history_of
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, Recipe, get_recipe
+from btx_nemo.mix.vocabulary import add_tokens, unify
 from btx_nemo.mix.write import Destination, destination
 from btx_nemo.plan.evaluate import TensorReader, evaluate
 from btx_nemo.plan.execute import default_threads
@@ -46,6 +47,8 @@ class Kitchen:
     options: Any
     seed: Source
     experts: list[Source]
+    tokens: list[dict[str, Any]]
+    """What the tokenizer has to be given beside the seed's."""
     extras: Mapping[str, Extra]
 
     @property
@@ -80,7 +83,7 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
         return
     for source in kitchen.sources:
         check_tied(source)
-    warnings = checks.warnings(kitchen.seed, kitchen.experts)
+    warnings = checks.warnings(kitchen.seed, kitchen.experts, union=config.vocab_policy == "union")
     check_same(mixture.same, kitchen.sources, kitchen.readers)
     lines = _write(kitchen, place, mixture, plan)
     for line in [*warnings, *lines]:  # after all that can fail: an error is one line
@@ -94,9 +97,10 @@ def _open(config: MixConfig) -> Kitchen:
     options: Any = build(recipe.options, config.options, where=f"recipe={recipe.name}")
     checks.check_settings(config, recipe)
     refuse_existing(Path(config.out))
-    seed = open_source(config.seed, SEED)
-    experts = [open_source(folder, name) for name, folder in config.experts.items()]
-    checks.check_sources(seed, experts, recipe)
+    seed = open_source(config.seed, SEED, allow_bin=config.allow_bin)
+    experts = [open_source(place, name, allow_bin=config.allow_bin) for name, place in config.experts.items()]
+    (seed, *experts), tokens = unify(config.vocab_policy, seed, experts)
+    checks.check_sources(seed, experts, recipe, union=config.vocab_policy == "union")
     extras = {}
     for option, (name, opener) in OPENERS.items():
         folder = getattr(options, option, None)
@@ -104,7 +108,7 @@ def _open(config: MixConfig) -> Kitchen:
             folder = str(seed.folder / ASIDE_FOLDER) if hasattr(options, option) else None
         if folder is not None:
             extras[name] = opener(folder)
-    return Kitchen(config, recipe, options, seed, experts, extras)
+    return Kitchen(config, recipe, options, seed, experts, tokens, extras)
 
 
 def _ingredients(kitchen: Kitchen, dry_run: bool) -> Ingredients:
@@ -167,6 +171,7 @@ def _write(kitchen: Kitchen, place: Destination, mixture: Mixture, plan: Plan) -
             plan, kitchen.sources, sink, "mix", workers=kitchen.workers, seed=config.rng_seed, beside=beside
         )  # fmt: skip
         place.settings(folder, mixture.model, config.dtype or seed.dtype, seed)
+        add_tokens(place.tokenizer(folder), kitchen.tokens)
         if mixture.aside:
             _write_aside(kitchen, mixture, folder / ASIDE_FOLDER)
         history = history_of(seed, config, kitchen.recipe, kitchen.options, mixture, kitchen.extras)
