@@ -21,6 +21,7 @@ from btx_nemo.families.source import Source, check_tied, open_source
 from btx_nemo.mix import checks
 from btx_nemo.mix.compare import check_same, equal, lowered
 from btx_nemo.mix.config import MixConfig
+from btx_nemo.mix.distance import report
 from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, OPENERS, Extra
 from btx_nemo.mix.history import history_of
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, Recipe, get_recipe
@@ -84,9 +85,12 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
     for source in kitchen.sources:
         check_tied(source)
     warnings = checks.warnings(kitchen.seed, kitchen.experts, union=config.vocab_policy == "union")
+    distances, far = report(kitchen.seed, kitchen.experts)
     check_same(mixture.same, kitchen.sources, kitchen.readers)
     lines = _write(kitchen, place, mixture, plan)
-    for line in [*warnings, *lines]:  # after all that can fail: an error is one line
+    for line in distances:
+        print(line)
+    for line in [*warnings, *far, *lines]:  # after all that can fail: an error is one line
         log.warning(line)
     if mixture.retrain:
         print(f"{config.out}: next: {mixture.retrain}")
