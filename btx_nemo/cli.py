@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "What this installation can do, and what each missing part costs.")
     _add_prepare_data(command)
+    _add_embed(command)
     for name, run, text, where in (
         ("train", _train, "Train a dense specialist or a mixture.", ("train", "config/schema.py")),
         ("mix", _mix, "Assemble dense models into a mixture of experts.", ("mix", "mix/config.py")),
@@ -163,6 +164,16 @@ def _add_prepare_data(command: Callable) -> None:
     eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
     sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
     sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
+
+
+def _add_embed(command: Callable) -> None:
+    sub = command("embed", _embed, "Embeddings of domains, for recipe=nexus, two_expert and extend.")
+    sub.add_argument("domains", nargs="+", metavar="NAME=PATH", help="a domain's folder of prepare-data, or text")
+    sub.add_argument("--model", type=Path, required=True, help="the seed: Hugging Face, checkpoint or run directory")
+    sub.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    sub.add_argument("--embedder", default="mean_hidden_state", help="default: %(default)s, of the seed")
+    sub.add_argument("--documents", type=int, default=1000, help="of a domain, at most (default: %(default)s)")
+    sub.add_argument("--tokens", type=int, default=512, help="of a document, at most (default: %(default)s)")
 
 
 def _add_submit(command: Callable) -> None:
@@ -246,6 +257,27 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
         append_eod=not arguments.no_eod,
         eod_token=arguments.eod_token,
         overwrite=arguments.overwrite,
+    )
+
+
+def _embed(arguments: argparse.Namespace) -> None:
+    domains: dict[str, Path] = {}
+    for assignment in arguments.domains:
+        name, equals, path = assignment.partition("=")
+        if not equals or not path:
+            raise UserError(f"{assignment}: expected NAME=PATH")
+        if name in domains:
+            raise UserError(f"{name} is given twice, {domains[name]} and {path}; give it once")
+        domains[name] = Path(path)
+    from btx_nemo.embed.run import embed_domains
+
+    embed_domains(
+        arguments.model,
+        domains,
+        arguments.out,
+        embedder=arguments.embedder,
+        count=arguments.documents,
+        length=arguments.tokens,
     )
 
 

@@ -76,13 +76,32 @@ def _mixture(config: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] 
     names = config.moe.experts or [f"expert {i}" for i in range(config.moe.num_experts)]
     known = (manifest or {}).get("sources", {}) if (manifest or {}).get("kind") == "mix" else {}
     origin = {name: facts.get("path") for name, facts in known.items() if isinstance(facts, dict)}
-    origin["generalist"] = origin.get("seed")
+    history = (manifest or {}).get("history", [])
+    for entry in history:
+        origin = entry.get("experts", {}) | origin
+    origin["generalist"] = (history[0].get("seed") if history else None) or origin.get("seed")
     return {
         "num_experts": config.moe.num_experts,
         "top_k": config.moe.top_k,
         "router": config.moe.router,
         "experts": [{"name": name, "origin": origin.get(name)} for name in names],
     }
+
+
+def history_lines(history: list[dict[str, Any]]) -> list[str]:
+    """What was done to a mixture, the oldest first, and what is to be trained after the last."""
+    lines = []
+    for number, entry in enumerate(history, 1):
+        options = ", ".join(f"{key}={value}" for key, value in entry.get("options", {}).items() if value is not None)
+        experts = ", ".join(f"{name}={path}" for name, path in entry.get("experts", {}).items())
+        lines.append(
+            f"  {number}. {entry.get('recipe')} of {entry.get('in') or entry.get('seed')}"
+            + (f" with {experts}" if experts else "")
+            + (f" ({options})" if options else "")
+        )
+    if history and history[-1].get("retrain"):
+        lines.append(f"  next: {history[-1]['retrain']}")
+    return lines
 
 
 def _training(folder: Path, source: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -124,3 +143,5 @@ def print_inspection(facts: Mapping[str, Any]) -> None:
     made_by = facts["made_by"]
     if made_by:
         print(f"made by: {made_by.get('tool')} {made_by.get('tool_version')} ({made_by.get('kind')})")
+        for line in history_lines(made_by.get("history", [])):
+            print(line)

@@ -34,19 +34,3 @@ def history_of(
         **{name.lstrip("@"): dict(extra.facts) for name, extra in extras.items()},
     }
     return [*before, entry]
-
-
-def history_lines(history: list[dict[str, Any]]) -> list[str]:
-    """The history for people."""
-    lines = []
-    for number, entry in enumerate(history, 1):
-        options = ", ".join(f"{key}={value}" for key, value in entry.get("options", {}).items())
-        experts = ", ".join(f"{name}={path}" for name, path in entry.get("experts", {}).items())
-        lines.append(
-            f"  {number}. {entry.get('recipe')}"
-            + (f" ({options})" if options else "")
-            + f" of {entry.get('in') or entry.get('seed')}"
-            + (f" with {experts}" if experts else "")
-            + (f"; next: {entry['retrain']}" if entry.get("retrain") else "")
-        )
-    return lines

@@ -1,4 +1,4 @@
-"""extend: a further domain for a Nexus mixture (arXiv 2408.15901, section 3.3), which leaves the old logits as they are.
+"""extend: a further domain for a Nexus mixture (arXiv 2408.15901, section 3.3) that leaves the old logits as they are.
 
 The router's projection stays; the domain brings its embedding. Shared tensors become (1 - lambda) old + lambda new.
 """

@@ -1,7 +1,7 @@
 """BAR's merge (section 3.3): like FlexOlmo's, but shared tensors may have been trained, and are averaged.
 
-The average is over the k domain experts, the anchor excluded, those that never trained a tensor included. What each expert
-made of a shared tensor is kept aside, so that it can be upgraded or removed exactly.
+The average is over the k domain experts, the anchor excluded, those that never trained a tensor included. What each
+expert made of a shared tensor is kept aside, so that it can be upgraded or removed exactly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DivMoE: every specialist's feed-forward block cut into m shards, one domain group of experts each (section 3).
 
-Expert i m + j is in slot j of specialist i's group. The router takes at most one expert of a group (`moe.router=divmoe`).
+Expert i m + j is in slot j of specialist i's group. The router, `divmoe`, takes at most one expert of a group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drop-Upcycling (Nakamura et al., 2025, arXiv 2502.19261): copies of which some neurons are drawn anew.
 
-Of each expert's neurons a share r is chosen; their rows of gate and up and their columns of down are drawn from a normal
-with the mean and the standard deviation that the chosen part of the dense matrix has.
+Of each expert's neurons a share r is chosen; their rows of gate and up and their columns of down are drawn from a
+normal with the mean and the standard deviation that the chosen part of the dense matrix has.
 """
 
 from __future__ import annotations

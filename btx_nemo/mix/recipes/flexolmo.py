@@ -1,7 +1,7 @@
 """FlexOlmo's merge (Shi et al., 2025, arXiv 2507.07024, section 3): two-expert models that share an anchor, into one.
 
-The seed is the anchor (the public model). Every two-expert model must have its blocks and all its shared tensors, bit by
-bit; their domain experts and router rows are put side by side.
+The seed is the anchor (the public model). Every two-expert model must have its blocks and all its shared tensors, bit
+by bit; their domain experts and router rows are put side by side.
 """
 
 from __future__ import annotations
