@@ -69,7 +69,13 @@ class SafetensorsReader(Reader):
                 raise UserError(f"{self.folder / file}: tensor {name!r} is in {INDEX} but not in the file")
 
     def _add(self, file: str, weight_map: dict[str, str] | None) -> None:
-        header = read_header(self.folder / file)
+        try:
+            header = read_header(self.folder / file)
+        except UserError as error:
+            held = next((name for name, at in (weight_map or {}).items() if at == file), None)
+            if held is None or "tensor '" in str(error):
+                raise
+            raise UserError(f"{error} ({INDEX} places tensor {held!r} there)") from None
         for name in header.entries:
             if name in self._file_of:
                 raise UserError(f"{self.folder / file}: tensor {name!r} is also in {self._file_of[name]}; keep one")

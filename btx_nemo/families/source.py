@@ -30,7 +30,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.names import parse_router
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.plan.execute import BLOCK_BYTES
-from btx_nemo.plan.expr import Expr, Take, infer
+from btx_nemo.plan.expr import Expr, Take, infer, takes
 from btx_nemo.plan.layout import Layout, row_blocks
 
 MODEL_JSON = "model.json"
@@ -64,6 +64,11 @@ class Source:
             return {shared: infer(expr, stored) for shared, expr in self.table.items()}
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
+
+    def where(self, name: str) -> str:
+        """The file that holds a tensor, or its first part, for errors; `name` is a shared one."""
+        stored = sorted(take.name for take in takes(self.table[name]))
+        return self.reader.where(stored[0]) if stored else str(self.folder)
 
     @property
     def dtype(self) -> str:
@@ -154,12 +159,12 @@ def _check_shapes(source: Source) -> None:
     for name, info in source.layout().items():
         if info.shape != expected[name].shape:
             raise UserError(
-                f"{source.folder}: tensor {name!r} has shape {list(info.shape)} but {settings} implies "
+                f"{source.where(name)}: tensor {name!r} has shape {list(info.shape)} but {settings} implies "
                 f"{list(expected[name].shape)}; is it the {settings} of these weights?"
             )
         if info.dtype not in ("float64", "float32", "bfloat16", "float16"):
             raise UserError(
-                f"{source.folder}: tensor {name!r} is {info.dtype}; only floating-point weights are supported"
+                f"{source.where(name)}: tensor {name!r} is {info.dtype}; only floating-point weights are supported"
             )
 
 

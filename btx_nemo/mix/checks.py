@@ -86,7 +86,7 @@ def check_sources(seed: Source, experts: list[Source], recipe: Recipe, *, union:
         for name, info in expert.layout().items():
             if name in reference and info.dtype != reference[name].dtype:
                 raise UserError(
-                    f"{expert.folder}: tensor {name!r} is {info.dtype} but the seed's is {reference[name].dtype}; "
+                    f"{expert.where(name)}: tensor {name!r} is {info.dtype} but the seed's is {reference[name].dtype}; "
                     "save all models in one dtype"
                 )
     check_tokenizers(seed, experts, union=union)
