@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import logging
 import os
 import sys
@@ -229,6 +230,7 @@ def _mix(arguments: argparse.Namespace) -> None:
     from btx_nemo.mix.config import read_config
     from btx_nemo.mix.run import run_mix
 
+    gc.freeze()  # what the imports made lives as long as the process: a fifth of a second for each walk through it
     values = load("mix", arguments.config_name, arguments.overrides, arguments.config_path)
     run_mix(read_config(values, f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
 

@@ -18,12 +18,12 @@ class MixConfig:
     recipe: str = "btx"
     """Name in the recipe registry (`btx_nemo.mix.recipes`)."""
     seed: str
-    """Folder of the model that the specialists started from: Hugging Face, Megatron checkpoint or run directory.
+    """The model that the specialists started from: a Hugging Face folder or hub id, a checkpoint or a run directory.
 
     An operation is given the mixture here, on the command line as `in`.
     """
     experts: dict[str, str] = field(default_factory=dict)
-    """Specialists in order: name -> folder, of the same kinds."""
+    """Specialists in order: name -> folder or hub id, of the same kinds."""
     out: str
     """Folder to write. Must not exist."""
     format: str = "hf"
@@ -38,10 +38,17 @@ class MixConfig:
     """Seed of everything random in the mix."""
     dtype: str | None = None
     """Dtype of the result (`bfloat16`, `float32`, `float16`); None keeps the sources'."""
+    vocab_policy: str = "error"
+    """What to do where the models' embeddings have different rows (`btx_nemo.mix.vocabulary`).
+
+    `error`; `pad`, one tokenizer and embeddings of different length; `union`, tokenizers that differ in added tokens.
+    """
+    allow_bin: bool = False
+    """Whether pytorch_model.bin, a pickle, may be read where there are no safetensors: tensors only, no code."""
     shard_size: int = 5_000_000_000
     """Bytes of one safetensors shard, at most."""
     workers: int | None = None
-    """Threads; None: as many as there are CPUs, at most eight."""
+    """Threads; None: two per CPU, at most eight."""
     options: dict[str, Any] = field(default_factory=dict)
     """The recipe's own settings: the fields of its `Options`; on the command line they stand beside the others."""
 

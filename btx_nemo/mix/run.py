@@ -21,18 +21,19 @@ from btx_nemo.families.source import Source, check_tied, open_source
 from btx_nemo.mix import checks
 from btx_nemo.mix.compare import check_same, equal, lowered
 from btx_nemo.mix.config import MixConfig
+from btx_nemo.mix.distance import report
 from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, OPENERS, Extra
 from btx_nemo.mix.history import history_of
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, Recipe, get_recipe
+from btx_nemo.mix.vocabulary import add_tokens, unify
 from btx_nemo.mix.write import Destination, destination
 from btx_nemo.plan.evaluate import TensorReader, evaluate
-from btx_nemo.plan.execute import MAX_THREADS
+from btx_nemo.plan.execute import default_threads
 from btx_nemo.plan.expr import Expr, Take, infer, takes
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.progress import byte_progress
 from btx_nemo.plan.statistics import measure, with_values
 from btx_nemo.plan.table import print_plan
-from btx_nemo.plan.workers import default_workers
 
 SEED = "seed"
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class Kitchen:
     options: Any
     seed: Source
     experts: list[Source]
+    tokens: list[dict[str, Any]]
+    """What the tokenizer has to be given beside the seed's."""
     extras: Mapping[str, Extra]
 
     @property
@@ -62,7 +65,7 @@ class Kitchen:
     @property
     def workers(self) -> int:
         """Threads to use."""
-        return self.config.workers or default_workers(MAX_THREADS)
+        return self.config.workers or default_threads()
 
 
 def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
@@ -81,10 +84,13 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
         return
     for source in kitchen.sources:
         check_tied(source)
-    warnings = checks.warnings(kitchen.seed, kitchen.experts)
+    warnings = checks.warnings(kitchen.seed, kitchen.experts, union=config.vocab_policy == "union")
+    distances, far = report(kitchen.seed, kitchen.experts)
     check_same(mixture.same, kitchen.sources, kitchen.readers)
     lines = _write(kitchen, place, mixture, plan)
-    for line in [*warnings, *lines]:  # after all that can fail: an error is one line
+    for line in distances:
+        print(line)
+    for line in [*warnings, *far, *lines]:  # after all that can fail: an error is one line
         log.warning(line)
     if mixture.retrain:
         print(f"{config.out}: next: {mixture.retrain}")
@@ -95,9 +101,10 @@ def _open(config: MixConfig) -> Kitchen:
     options: Any = build(recipe.options, config.options, where=f"recipe={recipe.name}")
     checks.check_settings(config, recipe)
     refuse_existing(Path(config.out))
-    seed = open_source(config.seed, SEED)
-    experts = [open_source(folder, name) for name, folder in config.experts.items()]
-    checks.check_sources(seed, experts, recipe)
+    seed = open_source(config.seed, SEED, allow_bin=config.allow_bin)
+    experts = [open_source(place, name, allow_bin=config.allow_bin) for name, place in config.experts.items()]
+    (seed, *experts), tokens = unify(config.vocab_policy, seed, experts)
+    checks.check_sources(seed, experts, recipe, union=config.vocab_policy == "union")
     extras = {}
     for option, (name, opener) in OPENERS.items():
         folder = getattr(options, option, None)
@@ -105,7 +112,7 @@ def _open(config: MixConfig) -> Kitchen:
             folder = str(seed.folder / ASIDE_FOLDER) if hasattr(options, option) else None
         if folder is not None:
             extras[name] = opener(folder)
-    return Kitchen(config, recipe, options, seed, experts, extras)
+    return Kitchen(config, recipe, options, seed, experts, tokens, extras)
 
 
 def _ingredients(kitchen: Kitchen, dry_run: bool) -> Ingredients:
@@ -168,6 +175,7 @@ def _write(kitchen: Kitchen, place: Destination, mixture: Mixture, plan: Plan) -
             plan, kitchen.sources, sink, "mix", workers=kitchen.workers, seed=config.rng_seed, beside=beside
         )  # fmt: skip
         place.settings(folder, mixture.model, config.dtype or seed.dtype, seed)
+        add_tokens(place.tokenizer(folder), kitchen.tokens)
         if mixture.aside:
             _write_aside(kitchen, mixture, folder / ASIDE_FOLDER)
         history = history_of(seed, config, kitchen.recipe, kitchen.options, mixture, kitchen.extras)

@@ -54,7 +54,11 @@ class Destination:
             write_json(folder / "config.json", self.architecture.write(model, dtype, seed.base))
         else:
             save_model_config(model, folder)
-            save_tokenizer(seed.tokenizer, folder / "tokenizer")
+            save_tokenizer(seed.tokenizer, self.tokenizer(folder))
+
+    def tokenizer(self, folder: Path) -> Path:
+        """Where the tokenizer's files are."""
+        return folder if self.architecture else folder / "tokenizer"
 
 
 def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) -> Destination:

@@ -31,7 +31,7 @@ from btx_nemo.plan.expr import (
 )
 from btx_nemo.plan.finite import check_finite, check_result, may_overflow
 from btx_nemo.plan.fresh import Drawer, chosen
-from btx_nemo.plan.layout import Box, Layout, TensorInfo, full_box
+from btx_nemo.plan.layout import PAGE, Box, Layout, TensorInfo, full_box
 
 
 class TensorReader(Protocol):
@@ -55,17 +55,18 @@ class Scratch:
         self._depth = 0
 
     @contextmanager
-    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """An uninitialised tensor, valid inside the context."""
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Iterator[torch.Tensor]:
+        """An uninitialised tensor, valid inside the context; its address agrees with `offset` modulo a page."""
         nbytes = prod(shape) * dtype.itemsize
         if self._depth == len(self._buffers):
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
-        if self._buffers[self._depth].numel() < nbytes:
-            self._buffers[self._depth] = torch.empty(nbytes, dtype=torch.uint8)
+        if self._buffers[self._depth].numel() < nbytes + PAGE:
+            self._buffers[self._depth] = torch.empty(nbytes + PAGE, dtype=torch.uint8)
         buffer = self._buffers[self._depth]
+        start = (offset - buffer.data_ptr()) % PAGE
         self._depth += 1
         try:
-            yield buffer[:nbytes].view(dtype).view(shape)
+            yield buffer[start : start + nbytes].view(dtype).view(shape)
         finally:
             self._depth -= 1
 

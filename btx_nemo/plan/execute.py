@@ -22,10 +22,18 @@ from btx_nemo.plan.layout import ITEMSIZE, Box
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.workers import default_workers
 
-__all__ = ["BLOCK_BYTES", "MAX_THREADS", "Sink", "TensorReader", "evaluate", "execute", "peak_memory_bound"]
+__all__ = [
+    "BLOCK_BYTES",
+    "Sink",
+    "TensorReader",
+    "default_threads",
+    "evaluate",
+    "execute",
+    "peak_memory_bound",
+]
 
-BLOCK_BYTES = 1 << 20
-"""Target bytes that one worker makes at a time: with its parts it stays in the CPU's cache (scripts/bench_mix.py)."""
+BLOCK_BYTES = 2 << 20
+"""Target bytes that one worker makes at a time: enough to hide what a block costs beside its bytes (bench_mix.py)."""
 MAX_THREADS = 8
 """Threads that are used unless told otherwise, at most: more do not read or write faster."""
 
@@ -36,8 +44,16 @@ class Sink(Protocol):
     def work(self, jobs: tuple[Job, ...]) -> list[list[tuple[Job, Box]]]:
         """Lists of parts to write; one worker runs each list in order. Independent of the number of workers."""
 
+    def offset(self, target: str, box: Box) -> int:
+        """The byte of a file where a part begins; memory that agrees with it modulo a page need not be copied."""
+
     def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
         """Take one contiguous part; the tensor's memory is used again afterwards."""
+
+
+def default_threads() -> int:
+    """Two threads per CPU, one computing while the other waits for the disk; at most `MAX_THREADS`."""
+    return min(2 * default_workers(), MAX_THREADS)
 
 
 def execute(
@@ -67,16 +83,21 @@ def execute(
             stop.set()
             raise
 
-    with ThreadPoolExecutor(workers or default_workers(MAX_THREADS), thread_name_prefix="btx-mix") as pool:
-        futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            for future in futures:
-                if future.done():
-                    future.result()
-        finally:
-            stop.set()
-            pool.shutdown(cancel_futures=True)
+    count, inner = workers or default_threads(), torch.get_num_threads()
+    try:
+        # One thread each inside torch's operations: the workers are the parallelism.
+        with ThreadPoolExecutor(count, "btx-mix", torch.set_num_threads, (1,)) as pool:
+            futures = [pool.submit(run, parts) for parts in sink.work(plan.jobs)]
+            try:
+                wait(futures, return_when=FIRST_EXCEPTION)
+                for future in futures:
+                    if future.done():
+                        future.result()
+            finally:
+                stop.set()
+                pool.shutdown(cancel_futures=True)
+    finally:
+        torch.set_num_threads(inner)
 
 
 def _run_parts(
@@ -94,7 +115,7 @@ def _run_parts(
             current, pushed = job, push_down(job.expr, evaluator.sources, job.info)
             risky = may_overflow(pushed, evaluator.sources, job.info)
         shape = tuple(high - low for low, high in box)
-        with evaluator.scratch.tensor(shape, torch_dtype(job.info.dtype)) as out:
+        with evaluator.scratch.tensor(shape, torch_dtype(job.info.dtype), sink.offset(job.target, box)) as out:
             evaluator.into(crop(pushed, box, evaluator.sources, job.info), out, job.info, job.target)
             if risky:
                 check_result(out, job.target, tuple(low for low, _ in box))

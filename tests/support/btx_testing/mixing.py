@@ -64,3 +64,21 @@ def make_models(root: Path, *names: str, dtype: torch.dtype = torch.float32, **c
         top_k=min(2, len(names) + 1),
         workers=2,
     )
+
+
+def slow_writes(seconds: str) -> None:
+    """Makes every write of a tensor's part take longer; to be called in the command's process before it begins."""
+    import time
+
+    from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
+    from btx_nemo.checkpoints.torch_dist import DistSink
+
+    def slowed(write: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            time.sleep(float(seconds))
+            write(*arguments)
+
+        return run
+
+    for sink in (SafetensorsSink, DistSink):
+        sink.write = slowed(sink.write)  # type: ignore[method-assign]
