@@ -19,7 +19,10 @@ SHARED = "model"
 
 
 class Architecture(Protocol):
-    """What is known of one architecture. All of it is about names and settings: no tensor is read."""
+    """What is known of one architecture. All of it is about names and settings: no tensor is read.
+
+    One that has a `mixture` says whether its models are mixtures: a dense model is not told of those, and the reverse.
+    """
 
     @property
     def model_type(self) -> str:
@@ -77,32 +80,28 @@ def choose_architecture(
 ) -> Architecture:
     """The architecture to write a model in: `target`, else that of `base` when it fits, else the first exact one.
 
-    Raises UserError, with the reasons, when none computes what the model does, or `target` does not and
-    `allow_inexact` is not given.
+    Those of the model's own family come first. Raises UserError, with the reasons, when none computes what the model
+    does, or `target` does not and `allow_inexact` is not given.
     """
     known = architectures()
     if target is not None:
         if target not in known:
             raise UserError(f"target={target}: unknown; known: {', '.join(sorted(known))}")
-        reason = _mismatch(known[target], model)
+        reason = known[target].inexact(model)
         if reason and not allow_inexact:
             raise UserError(f"{where}: {reason}; leave target out, or give allow_inexact=true")
         return known[target]
-    first = [known[base["model_type"]]] if base.get("model_type") in known else []
+    candidates = sorted(
+        known.values(), key=lambda known: (known.model_type != base.get("model_type"), known.family != model.family)
+    )
     reasons = []
-    for architecture in [*first, *known.values()]:
-        if architecture.family == model.family:
-            reason = _mismatch(architecture, model)
-            if reason is None:
-                return architecture
+    for architecture in candidates:
+        reason = architecture.inexact(model)
+        if reason is None:
+            return architecture
+        if getattr(architecture, "mixture", True) == (model.moe is not None):
             reasons.append(reason)
     raise UserError(f"{where}: no architecture of Hugging Face is exact: {'; '.join(dict.fromkeys(reasons))}")
-
-
-def _mismatch(architecture: Architecture, model: ModelConfig) -> str | None:
-    if architecture.family != model.family:
-        return f"{architecture.model_type} is of family {architecture.family}, the model of {model.family}"
-    return architecture.inexact(model)
 
 
 def read_config(folder: str | Path) -> ModelConfig:
