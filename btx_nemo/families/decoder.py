@@ -210,16 +210,27 @@ class DecoderArchitecture:
         layout = families.layout(model, "float32")
         result: dict[str, Expr] = {self.on_disk(name): Take(SHARED, name) for name in layout}
         if self.form and self.form.shared_expert is not None and not shared_width(model):
-            # transformers wants a gate also where the shared expert has width zero and so adds nothing. Its value does
-            # not matter; a row of the router has its shape and dtype.
-            for layer in filter(model.is_mixture, range(model.num_layers)):
-                gate = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
-                result[gate] = Slice(Take(SHARED, names.router(layer)), 0, 0, 1)
+            result |= _no_shared_expert(model)
         return result
 
     def shared(self, model: ModelConfig, source: str) -> dict[str, Expr]:
         """Shared name -> expression over the names on disk."""
         return {name: Take(source, self.on_disk(name)) for name in families.layout(model, "float32")}
+
+
+def _no_shared_expert(model: ModelConfig) -> dict[str, Expr]:
+    """What transformers wants to see of a shared expert of width zero, which adds nothing.
+
+    Its gate's value does not matter: a row of the router has the shape and the dtype.
+    """
+    result: dict[str, Expr] = {}
+    for layer in filter(model.is_mixture, range(model.num_layers)):
+        for part in names.PARTS:
+            matrix = Take(SHARED, names.expert(layer, 0, part))
+            result[names.shared_expert(layer, part)] = Slice(matrix, 1 if part == "down" else 0, 0, 0)
+        gate = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
+        result[gate] = Slice(Take(SHARED, names.router(layer)), 0, 0, 1)
+    return result
 
 
 def _tokens(model: ModelConfig, base: Mapping[str, Any]) -> dict[str, Any]:
