@@ -56,6 +56,16 @@ class ModelConfig:
     """Base of the rotary embedding."""
     rope_scaling: dict[str, Any] | None = None
     """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None: plain RoPE."""
+    attention_bias: str = "none"
+    """Biases of the attention's projections: `none`, `qkv` (queries, keys, values) or `all` (also the output's)."""
+    qk_norm: str = "none"
+    """RMSNorm of queries and keys: `none`, `head` (over each head, Qwen3) or `full` (over all heads at once, OLMo)."""
+    post_norm: bool = False
+    """Whether the norms come after attention and after the feed-forward block (OLMo 2 and 3), not before them."""
+    sliding_window: int | None = None
+    """Positions that a token attends to in layers with a sliding window, itself counted; None: all before it."""
+    layer_types: list[str] | None = None
+    """Per layer `full_attention` or `sliding_attention`. None: all full, or all sliding where there is a window."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     init_std: float = 0.02
