@@ -55,4 +55,5 @@ def from_megatron(model: ModelConfig, source: str = "ckpt") -> dict[str, Expr]:
 
 def load_families() -> None:
     """Import the families that come with the package, which registers them."""
+    import btx_nemo.families.btx_moe
     import btx_nemo.families.llama  # noqa: F401
