@@ -69,7 +69,9 @@ class BtxMoeConfig(PretrainedConfig):
         self.max_position_embeddings, self.rms_norm_eps = max_position_embeddings, rms_norm_eps
         self.initializer_range, self.use_cache, self.attention_dropout = initializer_range, use_cache, attention_dropout
         self.family, self.attention_bias, self.qk_norm, self.post_norm = family, attention_bias, qk_norm, post_norm
-        self.sliding_window, self.layer_types = sliding_window, layer_types
+        self.sliding_window = sliding_window
+        if layer_types is not None:  # generate() takes one that is None for a list
+            self.layer_types = layer_types
         self.rope_scaling_full_attention_only = rope_scaling_full_attention_only
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.router, self.router_options = router, dict(router_options or {})
@@ -92,7 +94,7 @@ class BtxMoeConfig(PretrainedConfig):
     def attention_types(self) -> list[str]:
         """full_attention or sliding_attention, for each layer."""
         default = "full_attention" if self.sliding_window is None else "sliding_attention"
-        return list(self.layer_types or [default] * self.num_hidden_layers)
+        return list(getattr(self, "layer_types", None) or [default] * self.num_hidden_layers)
 
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has experts."""
