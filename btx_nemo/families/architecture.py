@@ -22,7 +22,10 @@ ANY_FAMILY = "any"
 
 
 class Architecture(Protocol):
-    """What is known of one architecture. All of it is about names and settings: no tensor is read."""
+    """What is known of one architecture. All of it is about names and settings: no tensor is read.
+
+    One that has a `mixture` says whether its models are mixtures: a dense model is not told of those, and the reverse.
+    """
 
     @property
     def model_type(self) -> str:
@@ -91,36 +94,39 @@ def choose_architecture(
 ) -> Architecture:
     """The architecture to write a model in: `target`, else that of `base` when it fits, else the first exact one.
 
-    Raises UserError, with the reasons, when none computes what the model does, or `target` does not and
-    `allow_inexact` is not given.
+    Those of the model's own family come first. Raises UserError, with the reasons, when none computes what the model
+    does, or `target` does not and `allow_inexact` is not given.
     """
     known = architectures()
     if target is not None:
         if target not in known:
             raise UserError(f"target={target}: unknown; known: {', '.join(sorted(known))}")
-        reason = _mismatch(known[target], model)
+        reason = known[target].inexact(model)
         if reason and not allow_inexact:
             raise UserError(f"{where}: {reason}; leave target out, or give allow_inexact=true")
         return known[target]
-    first = [known[base["model_type"]]] if base.get("model_type") in known else []
+    candidates = sorted(
+        known.values(),
+        key=lambda a: (a.model_type != base.get("model_type"), a.family == ANY_FAMILY, a.family != model.family),
+    )
     reasons = []
-    for architecture in [*first, *sorted(known.values(), key=lambda a: a.family == ANY_FAMILY)]:
-        if architecture.family in (model.family, ANY_FAMILY):
-            reason = _mismatch(architecture, model)
-            if reason is None:
-                return architecture
+    for architecture in candidates:
+        reason = architecture.inexact(model)
+        if reason is None:
+            return architecture
+        if getattr(architecture, "mixture", True) == (model.moe is not None):
             reasons.append(reason)
     raise UserError(f"{where}: no architecture of Hugging Face is exact: {'; '.join(dict.fromkeys(reasons))}")
 
 
 def explain_choice(architecture: Architecture, model: ModelConfig) -> str:
     """Why `choose_architecture` took this one, in one line."""
-    reason = _mismatch(architecture, model)
+    reason = architecture.inexact(model)
     if reason:
         return f"{architecture.model_type}, as asked, although {reason}"
-    others = [other for other in architectures().values() if other.family == model.family]
-    reasons = [reason for other in others if (reason := other.inexact(model)) and other is not architecture]
-    return "; ".join([f"{architecture.model_type}, which computes what the model does", *dict.fromkeys(reasons)])
+    others = [other for other in architectures().values() if other.family == model.family and other is not architecture]
+    reasons = [other.inexact(model) for other in others if getattr(other, "mixture", True) == (model.moe is not None)]
+    return "; ".join([f"{architecture.model_type}, which computes what the model does", *filter(None, reasons)])
 
 
 def stored_dtype(architecture: Architecture, name: str, dtype: str | None, own: str) -> str:
@@ -137,12 +143,6 @@ def write_settings(
     write_json(folder / "config.json", architecture.write(model, dtype, base))
     for path in architecture.files() if isinstance(architecture, WithCode) else ():
         write_file(folder / path.name, path.read_text())
-
-
-def _mismatch(architecture: Architecture, model: ModelConfig) -> str | None:
-    if architecture.family not in (model.family, ANY_FAMILY):
-        return f"{architecture.model_type} is of family {architecture.family}, the model of {model.family}"
-    return architecture.inexact(model)
 
 
 def read_config(folder: str | Path) -> ModelConfig:

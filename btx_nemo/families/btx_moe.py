@@ -12,13 +12,15 @@ from btx_nemo.errors import UserError
 from btx_nemo.families import base as families
 from btx_nemo.families.architecture import ANY_FAMILY, SHARED, register_architecture
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.families.llama_config import KEPT, read_rope
+from btx_nemo.families.decoder import KEPT, special_tokens
 from btx_nemo.families.names import parse_router
+from btx_nemo.families.rope import scales_rope_by_layer
+from btx_nemo.families.rope_config import read_rope, write_rope
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.plan.expr import Expr, Take
 
 CODE = Path(__file__).resolve().parent.parent / "convert" / "hf_moe"
-FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "olmo3")
+FAMILIES = ("llama", "qwen2", "qwen3", "olmo2", "olmo3", "olmoe")
 """Families whose layers its code computes."""
 ROUTERS = (
     *("top_k", "switch", "soft", "sample_top1", "noisy_top_k"),
@@ -38,6 +40,7 @@ MIXTURE = {
     "router": "router",
     "options": "router_options",
     "shared_expert_intermediate_size": "shared_expert_intermediate_size",
+    "shared_expert_gate": "shared_expert_gate",
     "experts": "expert_names",
     "layers": "moe_layers",
     "dense_ffn_hidden_size": "dense_intermediate_size",
@@ -53,6 +56,7 @@ class BtxMoe:
 
     model_type: str = "btx_moe"
     family: str = ANY_FAMILY
+    mixture: bool = True
 
     def read(self, config: Mapping[str, Any], where: str) -> ModelConfig:
         """config.json -> ModelConfig, as strictly as model.json."""
@@ -79,15 +83,14 @@ class BtxMoe:
             },
             **{MODEL.get(name, name): value for name, value in values.items() if name not in APART},
             **{MIXTURE[name]: value for name, value in mixture.items()},
-            "rope_theta": model.rope_theta,
-            "rope_scaling": model.rope_scaling,
-            "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta, **(model.rope_scaling or {})},
-            "rope_scaling_full_attention_only": model.family == "olmo3",
+            **write_rope(model.rope_theta, model.rope_scaling),
+            "rope_scaling_full_attention_only": scales_rope_by_layer(model),
             "output_router_logits": False,
             "router_aux_loss_coef": 0.0,
             "torch_dtype": dtype,
             "dtype": dtype,
-            **{key: base[key] for key in KEPT if key in base and key != "pretraining_tp"},
+            **special_tokens(model, base),
+            **{key: base[key] for key in KEPT if key in base},
         }
 
     def inexact(self, model: ModelConfig) -> str | None:
@@ -98,6 +101,8 @@ class BtxMoe:
             return f"btx_moe does not know family {model.family}"
         if model.moe.router not in ROUTERS:
             return f"btx_moe does not know moe.router={model.moe.router}"
+        if scales_rope_by_layer(model) and (model.rope_scaling or {}).get("truncate") is False:
+            return f"btx_moe obeys truncate=false of rope_scaling, which {model.family} does not"
         return None
 
     def stored(self, model: ModelConfig) -> dict[str, Expr]:

@@ -19,7 +19,9 @@ class MoEConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """The routing rule's own settings: the fields of its router's `Options`."""
     shared_expert_intermediate_size: int | None = None
-    """Width of a further feed-forward block that every token passes, ungated (Nexus); None or 0 for none."""
+    """Width of a further feed-forward block that every token passes (Nexus); None or 0 for none."""
+    shared_expert_gate: bool = False
+    """Whether the shared expert's output is weighted by sigmoid(w . x), as in Qwen2Moe."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
     layers: list[int] | None = None
@@ -76,3 +78,9 @@ class ModelConfig:
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer attends to a sliding window only."""
+        return self.sliding_window is not None and (
+            self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+        )

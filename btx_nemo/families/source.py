@@ -27,6 +27,7 @@ from btx_nemo.families.architecture import architecture_of
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.names import parse_router
 from btx_nemo.families.sizes import check_sizes
+from btx_nemo.families.table import shared_width
 from btx_nemo.plan.execute import BLOCK_BYTES
 from btx_nemo.plan.expr import Expr, Take, infer
 from btx_nemo.plan.layout import Layout, row_blocks
@@ -34,6 +35,7 @@ from btx_nemo.plan.layout import Layout, row_blocks
 MODEL_JSON = "model.json"
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that are recomputed from the configuration."""
+SHARED_GATE = re.compile(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,10 @@ def _open_hf(folder: Path, name: str) -> Source:
     config = architecture.read(base, str(folder / "config.json"))
     reader = SafetensorsReader(folder)
     dropped = {tensor: "recomputed from the configuration" for tensor in reader.layout() if BUFFERS.fullmatch(tensor)}
+    if not shared_width(config):  # what Qwen2Moe has of an expert of width zero
+        gates = [tensor for tensor in reader.layout() if SHARED_GATE.fullmatch(tensor)]
+        dropped |= {tensor: "gates a shared expert of width 0" for tensor in gates}
+    dropped |= {tensor: "empty" for tensor, info in reader.layout().items() if not info.numel}
     if config.tie_word_embeddings and "lm_head.weight" in reader.layout():
         dropped["lm_head.weight"] = "tied: the embedding is the output layer"
     if any(header.metadata.get("producer") == "btx_nemo" for header in reader.headers.values()):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from btx_nemo.config.schema import LayoutConfig, RouterConfig
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.families.rope import inverse_frequencies
+from btx_nemo.families.rope import attention_factor, inverse_frequencies
 from btx_nemo.families.table import dense_width
 from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
 from btx_nemo.megatron.specs import block_spec
@@ -34,11 +35,17 @@ def transformer_config(
             moe_grouped_gemm=False,
             moe_layer_freq=[int(model.is_mixture(layer)) for layer in range(model.num_layers)],
             moe_shared_expert_intermediate_size=model.moe.shared_expert_intermediate_size or None,
-            moe_shared_expert_gate=False,
+            moe_shared_expert_gate=model.moe.shared_expert_gate,
             **router_class(model.moe.router).megatron_settings(model),
         )
     if recompute == "full":
         mixture |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    window: dict[str, Any] = {}
+    if model.sliding_window is not None:
+        window = dict(
+            window_size=(model.sliding_window - 1, 0),  # Megatron counts the positions before a token's own
+            window_attn_skip_freq=[int(model.is_sliding(layer)) for layer in range(model.num_layers)],
+        )
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -51,6 +58,10 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=model.attention_bias != "none",
+        qk_layernorm=model.qk_norm != "none",
+        # YaRN scales q and k, both by its factor; rope turns all of a head, so the scores are scaled by its square.
+        softmax_scale=attention_factor(model) ** 2 / math.sqrt(model.head_dim),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -69,6 +80,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **mixture,
+        **window,
     )
 
 

@@ -52,6 +52,7 @@ class BtxMoeConfig(PretrainedConfig):
         router: str = "top_k",
         router_options: dict[str, Any] | None = None,
         shared_expert_intermediate_size: int | None = None,
+        shared_expert_gate: bool = False,  # whether it is weighted by sigmoid(w . x)
         moe_layers: list[int] | None = None,  # None: all
         dense_intermediate_size: int | None = None,  # of the other layers; None: that of an expert
         expert_names: list[str] | None = None,
@@ -76,6 +77,7 @@ class BtxMoeConfig(PretrainedConfig):
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.router, self.router_options = router, dict(router_options or {})
         self.shared_expert_intermediate_size = shared_expert_intermediate_size
+        self.shared_expert_gate = shared_expert_gate
         self.moe_layers, self.dense_intermediate_size = moe_layers, dense_intermediate_size
         self.expert_names = list(expert_names or [])
         self.output_router_logits, self.router_aux_loss_coef = output_router_logits, router_aux_loss_coef

@@ -271,6 +271,8 @@ class BtxMoeBlock(nn.Module):
         self.gate = BtxMoeRouter(config, layer)
         self.experts = nn.ModuleList(BtxMoeMLP(hidden, config.intermediate_size) for _ in range(config.num_experts))
         self.shared_expert = BtxMoeMLP(hidden, shared) if shared else None
+        gated = bool(shared and config.shared_expert_gate)
+        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False) if gated else None
 
     def forward(self, hidden_BSH: Tensor, valid_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Output [B, S, H], logits and selection [B * S, E]. Tokens are taken by position first, as in Megatron."""
@@ -280,7 +282,10 @@ class BtxMoeBlock(nn.Module):
         logits_TE, gates_TE, selected_TE, kept_TE = self.gate(hidden_TH, valid_T)
         out_TH = self._mix(hidden_TH, gates_TE, kept_TE)
         if self.shared_expert is not None:
-            out_TH = out_TH + self.shared_expert(hidden_TH)
+            shared_TH = self.shared_expert(hidden_TH)
+            if self.shared_expert_gate is not None:
+                shared_TH = self.shared_expert_gate(hidden_TH).sigmoid() * shared_TH
+            out_TH = out_TH + shared_TH
 
         def by_sequence(x_TX: Tensor) -> Tensor:
             return x_TX.unflatten(0, (length, batch)).transpose(0, 1)

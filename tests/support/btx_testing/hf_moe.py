@@ -42,6 +42,25 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "expert_choice": {"router": "expert_choice", "router_options": {"allow_non_causal": True}},
 }
 """The settings of each router in config.json."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"family": "qwen2", "attention_bias": "qkv", "rope_scaling": YARN},
+    "qwen3": {"family": "qwen3", "qk_norm": "head", "tie_word_embeddings": True, "head_dim": 16},
+    "olmo2": {"family": "olmo2", "qk_norm": "full", "post_norm": True, "attention_bias": "all"},
+    "olmo3": {
+        "family": "olmo3",
+        "qk_norm": "full",
+        "post_norm": True,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_scaling": YARN,
+        "rope_scaling_full_attention_only": True,
+    },
+    "olmoe": {"family": "olmoe", "qk_norm": "full"},
+}
+"""The settings of each family in config.json, each with something that another lacks."""
 OF_A_PASS = ("switch", "expert_choice")
 """What they do with a token depends on the others of the pass."""
 
