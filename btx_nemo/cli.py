@@ -128,7 +128,10 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        more = "shard_size=BYTES: largest file; " if name == "export" else ""
+        more = ""
+        if name == "export":
+            more = "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
+            more += "allow_inexact=true; shard_size=BYTES: largest file; "
         more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
         sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
@@ -201,6 +204,12 @@ def _bytes(value: str) -> int:
         raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
+def _flag(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise UserError(f"allow_inexact={value}: must be true or false")
+    return value == "true"
+
+
 def _train(arguments: argparse.Namespace) -> None:
     from btx_nemo.config.build import build
     from btx_nemo.config.load import load
@@ -258,8 +267,8 @@ def _import(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
-    source, out, options = _assignments(arguments, dtype=str, shard_size=_bytes)
-    export_hf(source, out, **options)
+    source, out, options = _assignments(arguments, dtype=str, shard_size=_bytes, target=str, allow_inexact=_flag)
+    print(f"{out}: {export_hf(source, out, **options)}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -68,8 +68,10 @@ def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     """fp32 logits [B, S, V] of a Hugging Face folder, computed by transformers in fp32."""
     from transformers import AutoModelForCausalLM
 
+    from btx_nemo.convert.hf_moe import register_auto_classes
     from btx_nemo.megatron.platform import device
 
+    register_auto_classes()  # so that no code of the folder's own is ever asked for
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     except (OSError, ValueError, KeyError) as error:

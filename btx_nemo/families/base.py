@@ -66,7 +66,7 @@ def load_families() -> None:
 
     An entry point names a module, or a function without arguments. Raises UserError when one fails.
     """
-    for name in ("llama", "qwen", "olmo"):
+    for name in ("llama", "qwen", "olmo", "btx_moe"):
         importlib.import_module(f"btx_nemo.families.{name}")
     for point in importlib.metadata.entry_points(group=GROUP):
         try:

@@ -158,7 +158,7 @@ class DecoderArchitecture:
             **write_rope(model.rope_theta, model.rope_scaling, by_layer=self.rope_by_layer),
             "torch_dtype": dtype,
             "dtype": dtype,
-            **_tokens(model, base),
+            **special_tokens(model, base),
             **{key: base[key] for key in KEPT if key in base},
             **self.windows.write(model),
         }
@@ -233,7 +233,7 @@ def _no_shared_expert(model: ModelConfig) -> dict[str, Expr]:
     return result
 
 
-def _tokens(model: ModelConfig, base: Mapping[str, Any]) -> dict[str, Any]:
+def special_tokens(model: ModelConfig, base: Mapping[str, Any]) -> dict[str, Any]:
     """Ids of special tokens, every one stated: where `base` is silent, those of *its* architecture are meant."""
     architecture = architectures().get(base.get("model_type", ""))
     silent = architecture.defaults.tokens if isinstance(architecture, DecoderArchitecture) else (None, None, None)

@@ -93,5 +93,5 @@ def _write(
         write_manifest(
             folder,
             kind="mix",
-            extra={**checks.facts(config), **facts([seed, *experts], plan)},
+            extra={**checks.facts(config), **place.facts(mixture.model), **facts([seed, *experts], plan)},
         )
