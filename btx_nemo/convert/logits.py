@@ -27,7 +27,8 @@ def megatron_logits(folder: Path, tokens_BS: Tensor, layout: LayoutConfig | None
         # Megatron's own layers everywhere: Transformer Engine may multiply fp32 in a coarser format.
         gpt = build_model(source.model, layout, transformer_engine=False)
         load_weights(gpt, source.expressions, source.readers, seed=0)
-        return model_logits(gpt, tokens_BS)
+        logits = model_logits(gpt, tokens_BS)
+        return None if logits is None else logits[..., : source.model.vocab_size]
 
 
 @torch.no_grad()

@@ -66,6 +66,8 @@ class DecoderArchitecture:
     """Whether heads may be of another size than hidden_size / heads."""
     form: MixtureForm | None = None
     """How it is a mixture; None for a dense architecture."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of its own that are the same in every model."""
     on_disk: Callable[[str], str] = lambda name: name
     """Shared name -> name on disk."""
 
@@ -162,8 +164,7 @@ class DecoderArchitecture:
             **{key: base[key] for key in KEPT if key in base},
             **self.windows.write(model),
         }
-        if self.model_type == "llama":
-            result["mlp_bias"] = False
+        result |= self.fixed
         if self.bias_setting:
             result[self.bias_setting] = model.attention_bias != "none"
         if self.form:

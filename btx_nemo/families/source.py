@@ -133,7 +133,7 @@ def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
     reader = DistReader(folder)
-    table = families.from_megatron(config, name)
+    table = families.from_megatron(config, name, reader.layout())
     for shared in [shared for shared in table if parse_router(shared)]:
         expr = table[shared]
         if isinstance(expr, Take) and expr.name not in reader.layout():
