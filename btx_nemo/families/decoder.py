@@ -133,7 +133,9 @@ class DecoderArchitecture:
         if activation not in ACTIVATIONS:
             raise UserError(f"{where}: hidden_act={activation!r} is not supported; only {' or '.join(ACTIVATIONS)}")
         if config.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
-            raise UserError(f"{where}: partial_rotary_factor={config['partial_rotary_factor']} is not supported; only 1")
+            raise UserError(
+                f"{where}: partial_rotary_factor={config['partial_rotary_factor']} is not supported; only 1"
+            )
 
     def _read_bias(self, config: Mapping[str, Any], where: str) -> str:
         if self.bias_setting is None:

@@ -83,6 +83,11 @@ def open_source(folder: str | Path, name: str = "hf") -> Source:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face folder, a checkpoint or a run directory")
     refuse_temporary(folder)
+    return open_unfinished(folder, name)
+
+
+def open_unfinished(folder: Path, name: str) -> Source:
+    """The same of a folder that its writer reads back before it gets its name."""
     checkpoint = find_checkpoint(folder)
     source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name)
     _check_shapes(source)

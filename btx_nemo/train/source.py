@@ -61,7 +61,13 @@ def open_source(folder: Path, moe: MoEOverride | None = None, router: RouterConf
     `moe` changes a mixture's routing rule; what its router needs and the source lacks starts fresh, as `router` says.
     Raises UserError when `folder` is none of these, or is damaged, or the rule cannot route in this model.
     """
-    source = families_source.open_source(folder)
+    return model_source(families_source.open_source(folder), moe, router)
+
+
+def model_source(
+    source: families_source.Source, moe: MoEOverride | None = None, router: RouterConfig | None = None
+) -> ModelSource:
+    """The same of a model that is open."""
     families_source.check_tied(source)
     expressions = {
         key: substitute(expr, source.name, source.table)
