@@ -185,10 +185,11 @@ class BtxMoeRouter(nn.Module):
             shapes["penalty"] = (self.experts - 1,)
         if self.kind == "nexus":
             size = self.options["embedding_size"]
-            shapes = {"w1": (2 * hidden, size), "w2": (hidden, hidden)}
-            self.register_buffer("domain_embeddings", torch.empty(self.experts, size, dtype=torch.float32))
+            shapes = {"w1": (2 * hidden, size), "w2": (hidden, hidden), "domain_embeddings": (self.experts, size)}
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
+            # The embeddings are constant, but no buffer: transformers 4 loads none of a layer that is put on the disk.
+            trained = name != "domain_embeddings"
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=trained))
         self._cached: Tensor | None = None
 
     def forward(self, hidden_TH: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -376,7 +377,7 @@ class BtxMoePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, BtxMoeRouter):
-            for name, value in (*module.named_parameters(), *module.named_buffers()):
+            for name, value in module.named_parameters():
                 if name in ("noise_weight", "penalty"):
                     nn.init.zeros_(value)
                 else:

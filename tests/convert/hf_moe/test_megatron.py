@@ -67,7 +67,7 @@ def train(
     options = {"moe__router": router, **ROUTERS[router], **more}
     if router == "nexus":
         options["moe__options__embeddings"] = domains
-    fixed = {"init_from": start, "steps": 3, "checkpoint__every": 0, "optim__warmup_steps": 0, "optim__lr": 3e-3}
+    fixed = {"init_from": start, "steps": 3, "checkpoint__every": 0, "optim__warmup_steps": 0, "optim__lr": 1e-3}
     ended = commands.run(*world.arguments("tiny_mix", out, **{**fixed, **options}))
     assert ended.code == 0, ended.err
 
@@ -93,7 +93,7 @@ def test_what_megatron_trained_is_what_transformers_computes(
     cache = {"use_cache": False} if router == "switch" else {}  # its capacity counts the tokens of a pass
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False, **cache)
     assert torch.equal(found, words)
-    assert len(set(words[0, 8:].tolist())) > 3
+    assert len(set(words[:, 8:].flatten().tolist())) > 3
     import_hf(hf, tmp_path / "again")
     export_hf(tmp_path / "again", tmp_path / "back")
     assert same_bits(load_folder(hf), load_folder(tmp_path / "back"))

@@ -74,7 +74,7 @@ def make_model(seed: int = 0, **changes: Any) -> Any:
     randomise(model, seed, std=0.15)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
+        for name, value in model.named_parameters():
             if name.endswith((".gate.weight", ".domain_embeddings", ".w1", ".w2")):
                 value.normal_(std=0.6, generator=generator)
             elif name.endswith(".penalty"):
