@@ -88,10 +88,10 @@ def open_source(folder: str | Path, name: str = "hf", *, allow_bin: bool = False
     """
     folder = local_folder(folder, allow_bin)
     refuse_temporary(folder)
-    return open_unfinished(folder, name)
+    return open_unfinished(folder, name, allow_bin)
 
 
-def open_unfinished(folder: Path, name: str) -> Source:
+def open_unfinished(folder: Path, name: str, allow_bin: bool = False) -> Source:
     """The same of a folder that its writer reads back before it gets its name."""
     checkpoint = find_checkpoint(folder)
     source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name, allow_bin)
