@@ -22,7 +22,7 @@ class Options:
 
 @register("from_scratch", Options, takes="none")
 def from_scratch(given: Ingredients) -> Mixture:
-    """N(0, init_std^2), divided by sqrt(2 L) where a layer writes to the residual stream; norms at one, biases at zero."""
+    """N(0, init_std^2), over sqrt(2 L) where a layer writes to the residual stream; norms one, biases zero."""
     count, depth, std = given.settings(Options).num_experts, given.model.num_layers, given.model.init_std
     if count < 1:
         raise UserError(f"num_experts={count} must be at least 1")
