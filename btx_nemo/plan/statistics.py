@@ -26,15 +26,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Moments:
-    """NAME/mean and NAME/std (unbiased) of the chosen entries of `of` along `dim`, all together."""
+    """TARGET/mean and TARGET/std (unbiased) of parts of `of`: for each target the chosen entries along `dim`."""
 
     of: Expr
     dim: int
-    choice: Choice
+    choices: tuple[tuple[str, Choice], ...]
+    """Target -> what is chosen for it; all are measured in one pass."""
 
     def names(self, name: str) -> tuple[str, ...]:
         """The numbers that it gives."""
-        return (f"{name}/mean", f"{name}/std")
+        return tuple(f"{target}/{moment}" for target, _ in self.choices for moment in ("mean", "std"))
 
     def parts(self) -> tuple[Expr, ...]:
         """What it reads."""
@@ -49,16 +50,20 @@ class Moments:
 
         def sums(block: torch.Tensor, box: Box) -> torch.Tensor:
             low, high = box[self.dim]
-            seen = replace(self.choice, start=self.choice.start + low)
-            values = block.index_select(self.dim, chosen(blocks.seed, seen, high - low)).double()
-            return torch.stack((values.sum(), values.square().sum(), torch.tensor(float(values.numel()))))
+            found = []
+            for _, choice in self.choices:
+                indices = chosen(blocks.seed, replace(choice, start=choice.start + low), high - low)
+                # numpy adds in one order, torch's order depends on its threads
+                values = block.index_select(self.dim, indices).numpy().astype(np.float64)
+                found.append([float(values.sum()), float(np.square(values).sum()), float(values.size)])
+            return torch.tensor(found, dtype=torch.float64)
 
-        total = torch.zeros(3, dtype=torch.float64)
+        total = torch.zeros(len(self.choices), 3, dtype=torch.float64)
         for part in blocks.each(self.parts(), sums):
             total += part
-        mean = total[0] / total[2]
-        variance = (total[1] - total[2] * mean.square()) / max(float(total[2]) - 1, 1)
-        return float(mean), float(variance.clamp(min=0).sqrt())
+        mean = total[:, 0] / total[:, 2]
+        variance = (total[:, 1] - total[:, 2] * mean.square()) / (total[:, 2] - 1).clamp(min=1)
+        return tuple(torch.stack((mean, variance.clamp(min=0).sqrt()), dim=1).flatten().tolist())
 
 
 @dataclass(frozen=True)

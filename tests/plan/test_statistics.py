@@ -58,10 +58,12 @@ def test_a_threshold_of_zeros_and_of_equal_values() -> None:
 def test_moments_are_those_of_the_chosen_part(dim: int) -> None:
     given = {"a": tensors(2)["a"] * 0.01 + 5}
     choice = Choice("x", 9, SHAPES["a"][dim])
-    found = measured({"m": Moments(Take("s", "a"), dim, choice)}, s=given)
-    part = given["a"].index_select(dim, chosen(4, choice, SHAPES["a"][dim])).double()
-    assert found["m/mean"] == pytest.approx(float(part.mean()), rel=1e-9)
-    assert found["m/std"] == pytest.approx(float(part.std()), rel=1e-6)
+    other = Choice("y", 2, SHAPES["a"][dim])
+    found = measured({"m": Moments(Take("s", "a"), dim, (("e.0", choice), ("e.1", other)))}, s=given)
+    for target, each in (("e.0", choice), ("e.1", other)):
+        part = given["a"].index_select(dim, chosen(4, each, SHAPES["a"][dim])).double()
+        assert found[f"{target}/mean"] == pytest.approx(float(part.mean()), rel=1e-9)
+        assert found[f"{target}/std"] == pytest.approx(float(part.std()), rel=1e-6)
 
 
 def naive_ties(base: torch.Tensor, tuned: list[torch.Tensor], density: float, scale: float) -> torch.Tensor:
@@ -109,8 +111,8 @@ def test_ties_over_the_whole_model_against_a_naive_loop() -> None:
 
 def test_a_plan_that_needs_a_number_which_nobody_measures_is_refused() -> None:
     info = TensorInfo((2,), "float32")
-    job = Job("x", info, Combine((Take("s", "a"),), ("m/mean",)))
+    job = Job("x", info, Combine((Take("s", "a"),), ("x/mean",)))
     plan = Plan((job,), {"s": {"a": info}})
-    with pytest.raises(UserError, match=r"needs \['m/mean'\], never measured"):
+    with pytest.raises(UserError, match=r"needs \['x/mean'\], never measured"):
         plan.check()
-    Plan(plan.jobs, plan.sources, statistics={"m": Moments(Take("s", "a"), 0, Choice("k", 1, 2))}).check()
+    Plan(plan.jobs, plan.sources, statistics={"m": Moments(Take("s", "a"), 0, (("x", Choice("k", 1, 2)),))}).check()

@@ -6,7 +6,9 @@ normal with the mean and the standard deviation that the chosen part of the dens
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from btx_nemo.errors import UserError
@@ -42,7 +44,7 @@ def drop_upcycling(given: Ingredients) -> Mixture:
         raise UserError(f"copies={options.copies} must be at least 1")
     width, count = width_of(given, shards, "granularity"), options.copies * shards
     redrawn = int(options.ratio * width)
-    statistics: dict[str, Statistic] = {}
+    chosen: dict[Expr, dict[str, Choice]] = {}
 
     def expert(layer: int, number: int, part: str) -> Expr:
         whole = ffn(given.seed, layer, part)
@@ -52,7 +54,7 @@ def drop_upcycling(given: Ingredients) -> Mixture:
         target, dim = names.expert(layer, number, part), axis(part)
         key = target if options.independent else f"model.layers.{layer}.mlp.experts.{number}"
         choice = Choice(f"{key}/neurons", redrawn, width)
-        statistics[target] = Moments(whole, dim, choice)
+        chosen.setdefault(whole, {})[target] = choice
         return Splice(whole, _like(given, target, width, dim), dim, choice)
 
     moe = MoEConfig(
@@ -65,9 +67,19 @@ def drop_upcycling(given: Ingredients) -> Mixture:
         rest=lambda name: Take(given.seed, name),
         expert=expert,
         router=lambda _: Uniform(given.std() * math.sqrt(12) / 2),
-        statistics=statistics,
     )
-    return Mixture(plan=plan_of(given, model, parts, {}), model=model, retrain="train the mixture")
+    plan = dataclasses.replace(plan_of(given, model, parts, {}), statistics=_moments(chosen))
+    return Mixture(plan=plan, model=model, retrain="train the mixture")
+
+
+def _moments(chosen: Mapping[Expr, Mapping[str, Choice]]) -> dict[str, Statistic]:
+    """One statistic per dense matrix, or shard of one, for all the experts that it becomes."""
+    found: dict[str, Statistic] = {}
+    for of, choices in chosen.items():
+        first = next(iter(choices))
+        dim = axis((names.parse_expert(first) or (0, 0, ""))[2])
+        found[f"moments/{first}"] = Moments(of, dim, tuple(choices.items()))
+    return found
 
 
 def _like(given: Ingredients, target: str, width: int, dim: int) -> Expr:
