@@ -130,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        more = "shard_size=BYTES: largest file; " if name == "export" else ""
+        more = "shard_size=BYTES: largest file; " if name == "export" else "allow_bin=true: read pytorch_model.bin; "
         more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
         sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
@@ -213,6 +213,12 @@ def _bytes(value: str) -> int:
         raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
+def _flag(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise UserError(f"allow_bin={value}: must be true or false")
+    return value == "true"
+
+
 def _train(arguments: argparse.Namespace) -> None:
     from btx_nemo.config.build import build
     from btx_nemo.config.load import load
@@ -284,7 +290,7 @@ def _embed(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str)
+    source, out, options = _assignments(arguments, dtype=str, allow_bin=_flag)
     import_hf(source, out, **options)
 
 

@@ -17,15 +17,17 @@ from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
 
 
-def import_hf(src: str | Path, out: str | Path, *, dtype: str | None = None, workers: int | None = None) -> None:
+def import_hf(
+    src: str | Path, out: str | Path, *, dtype: str | None = None, workers: int | None = None, allow_bin: bool = False
+) -> None:
     """Hugging Face folder (dense or Mixtral) -> checkpoint folder that training starts from.
 
     `out` gets the torch_dist files, model.json, tokenizer/ (with the config.json it came with) and a manifest.
-    `dtype` casts. Raises UserError and leaves nothing behind.
+    `dtype` casts; `allow_bin` lets pytorch_model.bin be read. Raises UserError and leaves nothing behind.
     """
     check_dtype(dtype)
     refuse_existing(Path(out))
-    source = open_source(src, "hf")
+    source = open_source(src, "hf", allow_bin=allow_bin)
     if source.kind != "hf":
         raise UserError(f"{src}: is a Megatron checkpoint already; import takes a Hugging Face folder")
     plan = import_plan(source, dtype)
