@@ -130,8 +130,17 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        more = "shard_size=BYTES: largest file; " if name == "export" else "allow_bin=true: read pytorch_model.bin; "
-        more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
+        if name == "export":
+            more = (
+                "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
+            )
+            more += "allow_inexact=true; shard_size=BYTES: largest file; "
+        else:
+            more = "allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; "
+        more += (
+            "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result "
+        )
+        more += "with its source not at all, without logits, or with them however large (default: if small)"
         sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
@@ -213,10 +222,13 @@ def _bytes(value: str) -> int:
         raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
-def _flag(value: str) -> bool:
-    if value not in ("true", "false"):
-        raise UserError(f"allow_bin={value}: must be true or false")
-    return value == "true"
+def _flag(key: str) -> Callable[[str], bool]:
+    def read(value: str) -> bool:
+        if value not in ("true", "false"):
+            raise UserError(f"{key}={value}: must be true or false")
+        return value == "true"
+
+    return read
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -290,15 +302,17 @@ def _embed(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str, allow_bin=_flag)
-    import_hf(source, out, **options)
+    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"))
+    print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
-    source, out, options = _assignments(arguments, dtype=str, shard_size=_bytes)
-    export_hf(source, out, **options)
+    source, out, options = _assignments(
+        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag("allow_inexact")
+    )
+    print(f"{out}: {export_hf(source, out, **{'verify': 'true', **options})}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
-from btx_nemo.checkpoints.files import write_json
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
+from btx_nemo.convert.check import check_mode, check_result
 from btx_nemo.convert.checkpoint import check_dtype, check_shard_size, facts, space_needed, stream
 from btx_nemo.errors import UserError
-from btx_nemo.families.architecture import SHARED, Architecture, choose_architecture
+from btx_nemo.families.architecture import (
+    SHARED,
+    Architecture,
+    choose_architecture,
+    explain_choice,
+    stored_dtype,
+    write_settings,
+)
 from btx_nemo.families.source import Source, open_source
 from btx_nemo.plan.expr import infer, substitute
 from btx_nemo.plan.layout import TensorInfo
@@ -27,12 +34,16 @@ def export_hf(
     allow_inexact: bool = False,
     shard_size: int = 5_000_000_000,
     workers: int | None = None,
-) -> None:
+    verify: str = "tensors",
+) -> str:
     """Checkpoint folder or run directory (its latest checkpoint) -> Hugging Face folder.
 
     `dtype` casts; None keeps what is stored. `target` is a model_type; None for the source's own, or the first that
-    computes the same; one that does not is refused unless `allow_inexact`. Raises UserError and leaves nothing behind.
+    computes the same; one that does not is refused unless `allow_inexact`. `verify` is a mode of `convert.check`.
+    Returns which architecture was written and why, which the manifest has too, and what was verified.
+    Raises UserError, or CheckFailed when the result is not the source, and leaves nothing behind.
     """
+    check_mode(verify)
     check_dtype(dtype)
     check_shard_size(shard_size)
     refuse_existing(Path(out))
@@ -42,12 +53,16 @@ def export_hf(
     architecture = choose_architecture(source.config, source.base, str(src), target, allow_inexact)
     plan = export_plan(source, architecture, dtype)
     plan.check()
+    chosen = explain_choice(architecture, source.config)
     with atomic_dir(out, space_needed(plan, source.tokenizer)) as folder:
         sink = SafetensorsSink(folder, {job.target: job.info for job in plan.jobs}, shard_size)
         stream(plan, [source], sink, "export", workers=workers)
         copy_tokenizer(source.tokenizer, folder)
-        write_json(folder / "config.json", architecture.write(source.config, dtype or source.dtype, source.base))
-        write_manifest(folder, kind="export", extra={"architecture": architecture.model_type, **facts([source], plan)})
+        write_settings(architecture, folder, source.config, dtype or source.dtype, source.base)
+        extra = {"architecture": architecture.model_type, "chosen": chosen, **facts([source], plan)}
+        write_manifest(folder, kind="export", extra=extra)
+        verified = check_result(source, folder, verify, exact=architecture.inexact(source.config) is None)
+    return f"{chosen}; {verified}"
 
 
 def export_plan(source: Source, architecture: Architecture, dtype: str | None = None) -> Plan:
@@ -57,6 +72,6 @@ def export_plan(source: Source, architecture: Architecture, dtype: str | None = 
     for name, expr in architecture.stored(source.config).items():
         value = substitute(expr, SHARED, source.table)
         info = infer(value, layouts)
-        jobs.append(Job(name, TensorInfo(info.shape, dtype or info.dtype), value))
+        jobs.append(Job(name, TensorInfo(info.shape, stored_dtype(architecture, name, dtype, info.dtype)), value))
     dropped = {(source.name, name): why for name, why in source.dropped.items()}
     return Plan(tuple(jobs), layouts, dropped, {source.name: str(source.folder)})

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from btx_nemo.checkpoints.files import read_json
+from btx_nemo.checkpoints.atomic import write_file
+from btx_nemo.checkpoints.files import read_json, write_json
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.plan.expr import Expr
 
 SHARED = "model"
 """The source that `stored` takes a model's tensors from, by their shared names (`families.names`)."""
+ANY_FAMILY = "any"
+"""The family of an architecture that holds several: `inexact` says which it does not, and it is tried last."""
 
 
 class Architecture(Protocol):
-    """What is known of one architecture. All of it is about names and settings: no tensor is read."""
+    """What is known of one architecture. All of it is about names and settings: no tensor is read.
+
+    One that has a `mixture` says whether its models are mixtures: a dense model is not told of those, and the reverse.
+    """
 
     @property
     def model_type(self) -> str:
@@ -27,7 +33,7 @@ class Architecture(Protocol):
 
     @property
     def family(self) -> str:
-        """The family that its models belong to."""
+        """The family that its models belong to, or `ANY_FAMILY`."""
 
     def read(self, config: Mapping[str, Any], where: str) -> ModelConfig:
         """config.json -> ModelConfig; UserError naming the setting that cannot be held."""
@@ -43,6 +49,17 @@ class Architecture(Protocol):
 
     def shared(self, model: ModelConfig, source: str) -> dict[str, Expr]:
         """Shared name -> expression over `source`, which is named as on disk: the inverse of `stored`."""
+
+
+@runtime_checkable
+class WithCode(Protocol):
+    """An architecture that transformers does not have: the code that computes it lies beside the weights."""
+
+    def files(self) -> list[Path]:
+        """Python files to copy into a folder; nothing here ever executes those of a folder."""
+
+    def keeps_fp32(self, name: str) -> bool:
+        """Whether a tensor on disk stays fp32 when the model is cast to another dtype."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
@@ -77,32 +94,55 @@ def choose_architecture(
 ) -> Architecture:
     """The architecture to write a model in: `target`, else that of `base` when it fits, else the first exact one.
 
-    Raises UserError, with the reasons, when none computes what the model does, or `target` does not and
-    `allow_inexact` is not given.
+    Those of the model's own family come first. Raises UserError, with the reasons, when none computes what the model
+    does, or `target` does not and `allow_inexact` is not given.
     """
     known = architectures()
     if target is not None:
         if target not in known:
             raise UserError(f"target={target}: unknown; known: {', '.join(sorted(known))}")
-        reason = _mismatch(known[target], model)
+        reason = known[target].inexact(model)
         if reason and not allow_inexact:
             raise UserError(f"{where}: {reason}; leave target out, or give allow_inexact=true")
         return known[target]
-    first = [known[base["model_type"]]] if base.get("model_type") in known else []
+    candidates = sorted(
+        known.values(),
+        key=lambda a: (a.model_type != base.get("model_type"), a.family == ANY_FAMILY, a.family != model.family),
+    )
     reasons = []
-    for architecture in [*first, *known.values()]:
-        if architecture.family == model.family:
-            reason = _mismatch(architecture, model)
-            if reason is None:
-                return architecture
+    for architecture in candidates:
+        reason = architecture.inexact(model)
+        if reason is None:
+            return architecture
+        if getattr(architecture, "mixture", True) == (model.moe is not None):
             reasons.append(reason)
     raise UserError(f"{where}: no architecture of Hugging Face is exact: {'; '.join(dict.fromkeys(reasons))}")
 
 
-def _mismatch(architecture: Architecture, model: ModelConfig) -> str | None:
-    if architecture.family != model.family:
-        return f"{architecture.model_type} is of family {architecture.family}, the model of {model.family}"
-    return architecture.inexact(model)
+def explain_choice(architecture: Architecture, model: ModelConfig) -> str:
+    """Why `choose_architecture` took this one, in one line."""
+    reason = architecture.inexact(model)
+    if reason:
+        return f"{architecture.model_type}, as asked, although {reason}"
+    others = [other for other in architectures().values() if other.family == model.family and other is not architecture]
+    reasons = [other.inexact(model) for other in others if getattr(other, "mixture", True) == (model.moe is not None)]
+    return "; ".join([f"{architecture.model_type}, which computes what the model does", *filter(None, reasons)])
+
+
+def stored_dtype(architecture: Architecture, name: str, dtype: str | None, own: str) -> str:
+    """The dtype of a tensor on disk in a model that is cast to `dtype` (None: not cast); `own` is what it has."""
+    if isinstance(architecture, WithCode) and architecture.keeps_fp32(name):
+        return "float32"
+    return dtype or own
+
+
+def write_settings(
+    architecture: Architecture, folder: Path, model: ModelConfig, dtype: str, base: Mapping[str, Any]
+) -> None:
+    """config.json and, where the architecture brings it, the code that computes it."""
+    write_json(folder / "config.json", architecture.write(model, dtype, base))
+    for path in architecture.files() if isinstance(architecture, WithCode) else ():
+        write_file(folder / path.name, path.read_text())
 
 
 def read_config(folder: str | Path) -> ModelConfig:

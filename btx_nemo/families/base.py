@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
 from dataclasses import dataclass
 
 from btx_nemo.errors import UserError
@@ -48,11 +51,30 @@ def to_megatron(model: ModelConfig, source: str = "hf") -> dict[str, Expr]:
     return table.to_megatron(get_family(model.family).table, model, source)
 
 
-def from_megatron(model: ModelConfig, source: str = "ckpt") -> dict[str, Expr]:
-    """Shared name -> expression over the Megatron keys of `source`."""
-    return table.from_megatron(get_family(model.family).table, model, source)
+def from_megatron(model: ModelConfig, source: str = "ckpt", stored: Layout | None = None) -> dict[str, Expr]:
+    """Shared name -> expression over the Megatron keys of `source`; what it has `stored` tells a padded vocabulary."""
+    return table.from_megatron(get_family(model.family).table, model, source, stored)
 
 
+GROUP = "btx_nemo.families"
+"""Entry points of packages that bring families or architectures of their own."""
+
+
+@functools.cache
 def load_families() -> None:
-    """Import the families that come with the package, which registers them."""
-    import btx_nemo.families.llama  # noqa: F401
+    """Import the families that come with the package, then those of installed entry points, which register themselves.
+
+    An entry point names a module, or a function without arguments. Raises UserError when one fails.
+    """
+    for name in ("llama", "qwen", "olmo", "btx_moe"):
+        importlib.import_module(f"btx_nemo.families.{name}")
+    for point in importlib.metadata.entry_points(group=GROUP):
+        try:
+            loaded = point.load()
+            if callable(loaded):
+                loaded()
+        except Exception as error:  # whatever a foreign package does
+            raise UserError(
+                f"entry point {point.name} = {point.value} of group {GROUP}: {type(error).__name__}: {error}; "
+                "mend or uninstall that package"
+            ) from error

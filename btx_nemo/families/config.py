@@ -19,7 +19,9 @@ class MoEConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """The routing rule's own settings: the fields of its router's `Options`."""
     shared_expert_intermediate_size: int | None = None
-    """Width of a further feed-forward block that every token passes, ungated (Nexus); None or 0 for none."""
+    """Width of a further feed-forward block that every token passes (Nexus); None or 0 for none."""
+    shared_expert_gate: bool = False
+    """Whether the shared expert's output is weighted by sigmoid(w . x), as in Qwen2Moe."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
     layers: list[int] | None = None
@@ -56,6 +58,16 @@ class ModelConfig:
     """Base of the rotary embedding."""
     rope_scaling: dict[str, Any] | None = None
     """Hugging Face's rope scaling without theta, e.g. {"rope_type": "llama3", "factor": 8.0, ...}; None: plain RoPE."""
+    attention_bias: str = "none"
+    """Biases of the attention's projections: `none`, `qkv` (queries, keys, values) or `all` (also the output's)."""
+    qk_norm: str = "none"
+    """RMSNorm of queries and keys: `none`, `head` (over each head, Qwen3) or `full` (over all heads at once, OLMo)."""
+    post_norm: bool = False
+    """Whether the norms come after attention and after the feed-forward block (OLMo 2 and 3), not before them."""
+    sliding_window: int | None = None
+    """Positions that a token attends to in layers with a sliding window, itself counted; None: all before it."""
+    layer_types: list[str] | None = None
+    """Per layer `full_attention` or `sliding_attention`. None: all full, or all sliding where there is a window."""
     tie_word_embeddings: bool = False
     """Whether the output layer is the embedding."""
     init_std: float = 0.02
@@ -66,3 +78,9 @@ class ModelConfig:
     def is_mixture(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer attends to a sliding window only."""
+        return self.sliding_window is not None and (
+            self.layer_types is None or self.layer_types[layer] == "sliding_attention"
+        )

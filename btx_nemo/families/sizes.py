@@ -17,6 +17,8 @@ LARGEST = {
     "vocab_size": 1 << 28,
     "max_position_embeddings": 1 << 40,
 }
+KINDS = {"attention_bias": ("none", "qkv", "all"), "qk_norm": ("none", "head", "full")}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 MOST_BLOCKS = 1 << 18
 """Feed-forward blocks: layers times experts."""
 
@@ -36,6 +38,7 @@ def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
         value = getattr(config, name)
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"{where}: {name}={value!r} must be a positive number")
+    _check_layers(config, where)
     if config.moe:
         count, top_k = config.moe.num_experts, config.moe.top_k
         if count < 1 or count * config.num_layers > MOST_BLOCKS:
@@ -46,6 +49,19 @@ def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
         if config.moe.experts and len(config.moe.experts) != count:
             raise UserError(f"{where}: names {len(config.moe.experts)} experts but num_experts={count}")
     return config
+
+
+def _check_layers(config: ModelConfig, where: str) -> None:
+    for name, known in KINDS.items():
+        if getattr(config, name) not in known:
+            raise UserError(f"{where}: {name}={getattr(config, name)!r} must be one of {', '.join(known)}")
+    window, types = config.sliding_window, config.layer_types
+    if window is not None and not 0 < window <= LARGEST["max_position_embeddings"]:
+        raise UserError(f"{where}: sliding_window={window!r} must be a positive whole number")
+    if types is not None and (len(types) != config.num_layers or not {*types} <= {*LAYER_TYPES}):
+        raise UserError(
+            f"{where}: layer_types must name each of the {config.num_layers} layers {' or '.join(LAYER_TYPES)}"
+        )
 
 
 def _check_mixture(config: ModelConfig, moe: MoEConfig, where: str) -> None:

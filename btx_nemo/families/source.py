@@ -29,6 +29,7 @@ from btx_nemo.families.architecture import architecture_of
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.names import parse_router
 from btx_nemo.families.sizes import check_sizes
+from btx_nemo.families.table import shared_width
 from btx_nemo.plan.execute import BLOCK_BYTES
 from btx_nemo.plan.expr import Expr, Take, infer, takes
 from btx_nemo.plan.layout import Layout, row_blocks
@@ -36,6 +37,7 @@ from btx_nemo.plan.layout import Layout, row_blocks
 MODEL_JSON = "model.json"
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that are recomputed from the configuration."""
+SHARED_GATE = re.compile(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ def open_source(folder: str | Path, name: str = "hf", *, allow_bin: bool = False
     """
     folder = local_folder(folder, allow_bin)
     refuse_temporary(folder)
+    return open_unfinished(folder, name, allow_bin)
+
+
+def open_unfinished(folder: Path, name: str, allow_bin: bool = False) -> Source:
+    """The same of a folder that its writer reads back before it gets its name."""
     checkpoint = find_checkpoint(folder)
     source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name, allow_bin)
     _check_shapes(source)
@@ -121,6 +128,10 @@ def _open_hf(folder: Path, name: str, allow_bin: bool) -> Source:
     config = architecture.read(base, str(folder / "config.json"))
     reader = open_weights(folder, allow_bin)
     dropped = {tensor: "recomputed from the configuration" for tensor in reader.layout() if BUFFERS.fullmatch(tensor)}
+    if not shared_width(config):  # what Qwen2Moe has of an expert of width zero
+        gates = [tensor for tensor in reader.layout() if SHARED_GATE.fullmatch(tensor)]
+        dropped |= dict.fromkeys(gates, "gates a shared expert of width 0")
+    dropped |= {tensor: "empty" for tensor, info in reader.layout().items() if not info.numel}
     if config.tie_word_embeddings and "lm_head.weight" in reader.layout():
         dropped["lm_head.weight"] = "tied: the embedding is the output layer"
     if isinstance(reader, SafetensorsReader) and reader.producer == PRODUCER:
@@ -132,7 +143,7 @@ def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
     reader = DistReader(folder)
-    table = families.from_megatron(config, name)
+    table = families.from_megatron(config, name, reader.layout())
     for shared in [shared for shared in table if parse_router(shared)]:
         expr = table[shared]
         if isinstance(expr, Take) and expr.name not in reader.layout():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.router_state import router_state
 from btx_nemo.families.rules import GateUp, GroupedQKV, PerExpert, Rule, Same
-from btx_nemo.plan.expr import Expr, Take
+from btx_nemo.plan.expr import Expr, Slice, Take
 from btx_nemo.plan.layout import Layout, TensorInfo
 
 SAME = Same()
@@ -46,8 +46,10 @@ SIZES: dict[str, Callable[[ModelConfig], int]] = {
     "S": shared_width,
     "Q": lambda config: config.num_attention_heads * config.head_dim,
     "K": lambda config: config.num_query_groups * config.head_dim,
+    "C": lambda config: config.head_dim,
+    "1": lambda config: 1,
 }
-"""Letters of the shapes: vocabulary, hidden, expert's, dense and shared widths, query and key rows."""
+"""Letters of the shapes: vocabulary, hidden, expert's, dense and shared widths, query and key rows, one head's size."""
 
 
 def _dense(config: ModelConfig, layer: int) -> bool:
@@ -62,23 +64,78 @@ def _shared(config: ModelConfig, layer: int) -> bool:
     return config.is_mixture(layer) and shared_width(config) > 0
 
 
+def _gated(config: ModelConfig, layer: int) -> bool:
+    return _shared(config, layer) and config.moe is not None and config.moe.shared_expert_gate
+
+
+def _pre_norm(config: ModelConfig, layer: int) -> bool:
+    return not config.post_norm
+
+
+def _post_norm(config: ModelConfig, layer: int) -> bool:
+    return config.post_norm
+
+
 _M = "decoder.layers.{i}."
 _H = "model.layers.{i}."
 EMBEDDING = Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),))
-INPUT_NORM = Row(_M + "self_attention.linear_qkv.layer_norm_weight", ((_H + "input_layernorm.weight", "H"),))
-QKV = Row(
-    _M + "self_attention.linear_qkv.weight",
-    (
-        (_H + "self_attn.q_proj.weight", "Q H"),
-        (_H + "self_attn.k_proj.weight", "K H"),
-        (_H + "self_attn.v_proj.weight", "K H"),
-    ),
-    GroupedQKV(),
+INPUT_NORM = Row(
+    _M + "self_attention.linear_qkv.layer_norm_weight", ((_H + "input_layernorm.weight", "H"),), when=_pre_norm
 )
-ATTENTION_OUT = Row(_M + "self_attention.linear_proj.weight", ((_H + "self_attn.o_proj.weight", "H Q"),))
+QKV = (
+    Row(
+        _M + "self_attention.linear_qkv.weight",
+        (
+            (_H + "self_attn.q_proj.weight", "Q H"),
+            (_H + "self_attn.k_proj.weight", "K H"),
+            (_H + "self_attn.v_proj.weight", "K H"),
+        ),
+        GroupedQKV(),
+    ),
+    Row(
+        _M + "self_attention.linear_qkv.bias",
+        (
+            (_H + "self_attn.q_proj.bias", "Q"),
+            (_H + "self_attn.k_proj.bias", "K"),
+            (_H + "self_attn.v_proj.bias", "K"),
+        ),
+        GroupedQKV(),
+        lambda config, layer: config.attention_bias != "none",
+    ),
+)
+ATTENTION_OUT = (
+    Row(_M + "self_attention.linear_proj.weight", ((_H + "self_attn.o_proj.weight", "H Q"),)),
+    Row(
+        _M + "self_attention.linear_proj.bias",
+        ((_H + "self_attn.o_proj.bias", "H"),),
+        when=lambda config, layer: config.attention_bias == "all",
+    ),
+)
+QK_NORMS = tuple(
+    Row(
+        _M + f"self_attention.{part}_layernorm.weight",
+        ((_H + f"self_attn.{part}_norm.weight", shape),),
+        when=lambda config, layer, kind=kind: config.qk_norm == kind,  # type: ignore[misc]
+    )
+    for kind, shapes in (("head", "CC"), ("full", "QK"))
+    for part, shape in zip("qk", shapes, strict=True)
+)
+"""RMSNorm of queries and keys, over one head's size or over all heads at once."""
 MLP_NORMS = (
-    Row(_M + "mlp.linear_fc1.layer_norm_weight", ((_H + "post_attention_layernorm.weight", "H"),), when=_dense),
-    Row(_M + "pre_mlp_layernorm.weight", ((_H + "post_attention_layernorm.weight", "H"),), when=_mixture),
+    Row(
+        _M + "mlp.linear_fc1.layer_norm_weight",
+        ((_H + "post_attention_layernorm.weight", "H"),),
+        when=lambda config, layer: _pre_norm(config, layer) and _dense(config, layer),
+    ),
+    Row(
+        _M + "pre_mlp_layernorm.weight",
+        ((_H + "post_attention_layernorm.weight", "H"),),
+        when=lambda config, layer: _pre_norm(config, layer) and _mixture(config, layer),
+    ),
+)
+POST_NORMS = (
+    Row(_M + "post_self_attn_layernorm.weight", ((_H + "post_attention_layernorm.weight", "H"),), when=_post_norm),
+    Row(_M + "post_mlp_layernorm.weight", ((_H + "post_feedforward_layernorm.weight", "H"),), when=_post_norm),
 )
 MLP = (
     Row(
@@ -111,12 +168,30 @@ EXPERTS = (
     Row(
         _M + "mlp.shared_experts.linear_fc2.weight", ((_H + "mlp.shared_expert.down_proj.weight", "H S"),), when=_shared
     ),
+    Row(_M + "mlp.shared_experts.gate_weight", ((_H + "mlp.shared_expert_gate.weight", "1 H"),), when=_gated),
 )
 """A mixture's feed-forward part, but for its router, whose tensors `router_state` names."""
 FINAL_NORM = Row("decoder.final_layernorm.weight", (("model.norm.weight", "H"),))
 OUTPUT = Row(
     "output_layer.weight", (("lm_head.weight", "V H"),), when=lambda config, layer: not config.tie_word_embeddings
 )
+PRE_NORM = (EMBEDDING, INPUT_NORM, *QKV, *QK_NORMS, *ATTENTION_OUT, *MLP_NORMS, *MLP, *EXPERTS, FINAL_NORM, OUTPUT)
+"""A decoder whose norms come before attention and before the feed-forward block."""
+POST_NORM = (EMBEDDING, *QKV, *QK_NORMS, *ATTENTION_OUT, *POST_NORMS, *MLP, *EXPERTS, FINAL_NORM, OUTPUT)
+"""One whose norms come after them."""
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron keys with a row per token."""
+VOCABULARY_MULTIPLE = 16
+
+
+def padded_vocabulary(vocab_size: int) -> int:
+    """Rows that a live model has, so that up to 16 tensor-parallel ranks divide them; the same at every layout.
+
+    Those beyond the vocabulary are zero, are never predicted, never trained, and never exported.
+    """
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
 
 Filled = tuple[str, list[tuple[str, tuple[int, ...]]], Rule]
 """(Megatron key, [(name, shape)], rule)."""
@@ -159,10 +234,21 @@ def to_megatron(table: tuple[Row, ...], config: ModelConfig, source: str) -> dic
     }
 
 
-def from_megatron(table: tuple[Row, ...], config: ModelConfig, source: str) -> dict[str, Expr]:
-    """Shared name -> expression over the Megatron keys of `source`."""
+def from_megatron(
+    table: tuple[Row, ...], config: ModelConfig, source: str, stored: Layout | None = None
+) -> dict[str, Expr]:
+    """Shared name -> expression over the Megatron keys of `source`; `stored` tells a padded vocabulary."""
     result: dict[str, Expr] = {}
     for key, parts, rule in fill(table, config):
-        for (name, _), expr in zip(parts, rule.split(Take(source, key), config), strict=True):
+        whole = without_padding(Take(source, key), config, stored or {})
+        for (name, _), expr in zip(parts, rule.split(whole, config), strict=True):
             result[name] = expr
     return result
+
+
+def without_padding(take: Take, config: ModelConfig, stored: Layout) -> Expr:
+    """A stored tensor of Megatron's without the rows that a vocabulary was padded with."""
+    padded = padded_vocabulary(config.vocab_size)
+    if take.name not in VOCABULARY or take.name not in stored or padded == config.vocab_size:
+        return take
+    return Slice(take, 0, 0, config.vocab_size) if stored[take.name].shape[0] == padded else take

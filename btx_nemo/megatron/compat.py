@@ -21,11 +21,21 @@ def has_transformer_engine() -> bool:
 
 
 def with_router(mlp: Any, router: Callable[..., Any]) -> Any:
-    """A changed copy of a layer's MoE `mlp` entry: a ModuleSpec in 0.16, a partial of the layer in 0.19."""
+    """A changed copy of a layer's MoE `mlp` entry."""
+    return _with_submodules(mlp, router=router)
+
+
+def with_linear_fc1(mlp: Any, linear: Any) -> Any:
+    """A changed copy of a dense layer's `mlp` entry, with another first linear layer."""
+    return _with_submodules(mlp, linear_fc1=linear)
+
+
+def _with_submodules(mlp: Any, **changes: Any) -> Any:
+    """A ModuleSpec in 0.16, a partial of the layer in 0.19."""
     if isinstance(mlp, functools.partial):
-        submodules = dataclasses.replace(mlp.keywords["submodules"], router=router)
+        submodules = dataclasses.replace(mlp.keywords["submodules"], **changes)
         return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
-    return dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, router=router))
+    return dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, **changes))
 
 
 def supported(function: Callable[..., Any], **candidates: Any) -> dict[str, Any]:

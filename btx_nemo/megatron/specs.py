@@ -1,4 +1,5 @@
-"""Layer specs: Megatron's own, with our router in them, and the same checkpoint keys from every backend."""
+"""Layer specs: Megatron's own, with our router and the family's differences in them, and the same checkpoint keys from
+every backend."""
 
 from __future__ import annotations
 
@@ -6,27 +7,13 @@ import dataclasses
 import functools
 from typing import Any
 
-import torch
-
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.megatron.compat import has_transformer_engine, supported, with_router
+from btx_nemo.families.rope import plain_frequencies, scales_rope
+from btx_nemo.megatron.attention import plain_rope_attention, with_bias
+from btx_nemo.megatron.compat import has_transformer_engine, supported, with_linear_fc1, with_router
+from btx_nemo.megatron.norms import KeyNorm, PostNormAdd, QueryNorm, RMSNorm
 from btx_nemo.routers import router_class
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """For the local backend: Megatron's WrappedTorchNorm refuses sequence parallelism, which needs only this mark."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
-        super().__init__(hidden_size, eps=eps, dtype=torch.float32)
-        self.epsilon = eps
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalises in fp32 and scales in the input's dtype, as the Hugging Face models do."""
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * x32.to(x.dtype)
 
 
 def block_spec(
@@ -40,28 +27,80 @@ def block_spec(
 
     if transformer_engine is None:
         transformer_engine = has_transformer_engine()
-    kinds = {mixture: _layer(model, router, mixture, transformer_engine) for mixture in map(model.is_mixture, layers)}
-    specs = [kinds[model.is_mixture(layer)] for layer in layers]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(transformer_engine))
+    kinds: dict[tuple[bool, bool], Any] = {}
+    specs = []
+    for layer in layers:
+        kind = model.is_mixture(layer), scales_rope(model, layer)
+        if kind not in kinds:
+            kinds[kind] = _layer(model, router, *kind, transformer_engine)
+        specs.append(kinds[kind])
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 
 
-def _layer(model: ModelConfig, router: RouterConfig, mixture: bool, transformer_engine: bool) -> Any:
+def _layer(model: ModelConfig, router: RouterConfig, mixture: bool, scaled_rope: bool, transformer_engine: bool) -> Any:
+    """Megatron's layer, changed where the family differs from Llama."""
     experts = model.moe.num_experts if mixture and model.moe else None
     layer = _transformer_engine_layer(experts) if transformer_engine else _local_layer(experts)
-    if experts is None:
-        return layer
-    assert model.moe is not None
-    build_router = functools.partial(router_class(model.moe.router), model=model, options=router)
-    mlp = with_router(layer.submodules.mlp, build_router)
-    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
+    submodules = layer.submodules
+    changes: dict[str, Any] = {"self_attention": _attention(model, submodules.self_attention, scaled_rope)}
+    keys = dict(submodules.sharded_state_dict_keys_map)
+    if model.post_norm:
+        changes |= _norms_after(model, submodules, experts, transformer_engine)
+        changes["self_attention"] = _without_norm(changes["self_attention"], transformer_engine)
+        keys = {"self_attn_bda.": "post_self_attn_layernorm.", "mlp_bda.": "post_mlp_layernorm."}
+    if model.moe is not None and experts is not None:
+        build_router = functools.partial(router_class(model.moe.router), model=model, options=router)
+        changes["mlp"] = with_router(submodules.mlp, build_router)
+    submodules = dataclasses.replace(submodules, **changes, sharded_state_dict_keys_map=keys)
+    return dataclasses.replace(layer, submodules=submodules)
 
 
-def _final_norm(transformer_engine: bool) -> Any:
+def _attention(model: ModelConfig, attention: Any, scaled_rope: bool) -> Any:
+    """The self-attention's spec with norms of q and k, a bias on its output, and rope of its own."""
+    submodules = attention.submodules
+    if model.qk_norm == "head":
+        submodules = dataclasses.replace(submodules, q_layernorm=RMSNorm, k_layernorm=RMSNorm)
+    elif model.qk_norm == "full":
+        submodules = dataclasses.replace(submodules, q_layernorm=QueryNorm, k_layernorm=KeyNorm)
+    if model.attention_bias == "all":
+        submodules = dataclasses.replace(submodules, linear_proj=with_bias(submodules.linear_proj))
+    attention = dataclasses.replace(attention, submodules=submodules)
+    if model.rope_scaling is not None and not scaled_rope:
+        params = {**attention.params, "frequencies": plain_frequencies(model)}
+        attention = dataclasses.replace(attention, module=plain_rope_attention(), params=params)
+    return attention
+
+
+def _norms_after(model: ModelConfig, submodules: Any, experts: int | None, transformer_engine: bool) -> dict[str, Any]:
+    """Changes to a layer that move its norms from before attention and the feed-forward block to after them."""
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    add = ModuleSpec(module=PostNormAdd, params={"hidden_size": model.hidden_size, "eps": model.norm_eps})
+    changes: dict[str, Any] = dict(
+        input_layernorm=IdentityOp, pre_mlp_layernorm=IdentityOp, self_attn_bda=add, mlp_bda=add
+    )
+    if transformer_engine and experts is None:  # its feed-forward block has the norm inside
+        changes["mlp"] = with_linear_fc1(submodules.mlp, _te("TEColumnParallelLinear"))
+    return changes
+
+
+def _without_norm(attention: Any, transformer_engine: bool) -> Any:
+    """The self-attention's spec without the norm that Transformer Engine has inside its first linear layer."""
     if not transformer_engine:
-        return RMSNorm
-    from megatron.core.extensions.transformer_engine import TENorm
+        return attention
+    submodules = dataclasses.replace(attention.submodules, linear_qkv=_te("TEColumnParallelLinear"))
+    return dataclasses.replace(attention, submodules=submodules)
 
-    return TENorm
+
+def _te(name: str) -> Any:
+    from megatron.core.extensions import transformer_engine
+
+    return getattr(transformer_engine, name)
+
+
+def _norm(transformer_engine: bool) -> Any:
+    return _te("TENorm") if transformer_engine else RMSNorm
 
 
 def _local_layer(experts: int | None) -> Any:

@@ -69,11 +69,11 @@ def read_config(values: Mapping[str, Any], where: str) -> MixConfig:
     elif recipe.on_mixture and "seed" not in values:
         raise UserError(f"{where}: in is required; give in=DIR, the mixture")
     common = {f.name for f in dataclasses.fields(MixConfig)} - {"options"}
-    own = {f.name for f in dataclasses.fields(recipe.options)}
+    own = [f.name for f in dataclasses.fields(recipe.options)]
     for key in values:
-        if key not in common | own:
-            listed = f"; known for recipe={recipe.name}: {', '.join(sorted(own))}" if own else ""
+        if key not in common and key not in own:
+            listed = f"; known for recipe={recipe.name}: {', '.join(own)}" if own else ""
             raise UserError(f"{where}: unknown key {key}{listed}; known for every mix: {', '.join(sorted(common))}")
-    options = {key: values.pop(key) for key in own & values.keys()}
+    options = {key: values.pop(key) for key in own if key in values}
     build(recipe.options, options, where=where)
     return build(MixConfig, {**values, "options": options}, where=where)

@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.checkpoints.files import write_json
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, save_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
 from btx_nemo.errors import UserError
-from btx_nemo.families.architecture import SHARED, Architecture, choose_architecture
+from btx_nemo.families.architecture import (
+    SHARED,
+    Architecture,
+    choose_architecture,
+    explain_choice,
+    stored_dtype,
+    write_settings,
+)
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import Source, save_model_config
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.plan.expr import Expr, bind, infer, substitute
+from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
 
 FORMATS = ("hf", "megatron")
@@ -37,10 +44,19 @@ class Destination:
         table: Mapping[str, Expr] = {job.target: bind(job.expr, job.target, job.info) for job in plan.jobs}
         infos = {job.target: job.info for job in plan.jobs}
         written = self.architecture.stored(model) if self.architecture else to_megatron(model, SHARED)
-        jobs = tuple(
-            Job(name, infer(expr, {SHARED: infos}), substitute(expr, SHARED, table)) for name, expr in written.items()
-        )
-        return dataclasses.replace(plan, jobs=jobs)
+        jobs = []
+        for name, expr in written.items():
+            info = infer(expr, {SHARED: infos})
+            if self.architecture:
+                info = TensorInfo(info.shape, stored_dtype(self.architecture, name, None, info.dtype))
+            jobs.append(Job(name, info, substitute(expr, SHARED, table)))
+        return dataclasses.replace(plan, jobs=tuple(jobs))
+
+    def facts(self, model: ModelConfig) -> dict[str, str]:
+        """What the manifest says of it."""
+        if self.architecture is None:
+            return {}
+        return {"architecture": self.architecture.model_type, "chosen": explain_choice(self.architecture, model)}
 
     def sink(self, folder: Path, plan: Plan) -> SafetensorsSink | DistSink:
         """Where the plan's tensors go."""
@@ -51,7 +67,7 @@ class Destination:
         """Everything beside the tensors: settings and tokenizer."""
         if self.architecture:
             copy_tokenizer(seed.tokenizer, folder)
-            write_json(folder / "config.json", self.architecture.write(model, dtype, seed.base))
+            write_settings(self.architecture, folder, model, dtype, seed.base)
         else:
             save_model_config(model, folder)
             save_tokenizer(seed.tokenizer, self.tokenizer(folder))

@@ -42,6 +42,62 @@ def make_llama(
     return folder
 
 
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-bias": ("Llama", {"attention_bias": True}),
+    "llama-yarn": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 32}},
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 9}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-window": (
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "tie_word_embeddings": True}
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "olmo2": ("Olmo2", {}),
+    "olmo2-bias": ("Olmo2", {"attention_bias": True}),
+    "olmo3": ("Olmo3", {"sliding_window": 9}),
+    "olmo3-yarn": (
+        "Olmo3",
+        {"sliding_window": 9, "rope_parameters": {
+            "full_attention": {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "attention_factor": 1.3,
+                               "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 9000.0}}},
+    ),
+}  # fmt: skip
+"""Dense models of every family: class in transformers, settings beyond TINY."""
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 9}),
+    "qwen2_moe": ("Qwen2Moe", {**_EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 0}),
+    "qwen2_moe-shared": (
+        "Qwen2Moe", {**_EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32,
+                     "norm_topk_prob": False}
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe", {**_EXPERTS, "moe_intermediate_size": 48, "mlp_only_layers": [1], "head_dim": 16}
+    ),
+    "olmoe": ("Olmoe", {**_EXPERTS, "norm_topk_prob": False}),
+    "flex_olmo": ("FlexOlmo", {**_EXPERTS, "pad_token_id": None, "eos_token_id": 2}),
+}  # fmt: skip
+"""Mixtures of every architecture."""
+
+
+def make_model(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A folder with a tiny random model of FAMILIES or MIXTURES: norms, biases and routers are random too."""
+    import transformers
+
+    kind, settings = (FAMILIES | MIXTURES)[name]
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, "rms_norm_eps": 1e-5, **settings, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    randomise(model, seed)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
 def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """fp32 logits of a Hugging Face folder, from transformers."""
     from transformers import AutoModelForCausalLM

@@ -1,0 +1,144 @@
+"""Routing rules as pure functions on logits: no module, no state, no Megatron; vectorised, ties to the lowest index.
+
+Shape suffixes: T tokens, E experts, G domain groups, M experts of a group (E = G * M), H hidden, D domain embedding.
+A rule returns gates [T, E], zero where an expert is not selected, and the boolean selection [T, E].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+NEGATIVE_INFINITY = float("-inf")
+
+
+def top_k_selection(scores_TE: Tensor, k: int) -> Tensor:
+    """Boolean [T, E]: each token's k largest scores; ties go to the lowest index (`torch.topk` leaves them open)."""
+    scores_TE = scores_TE.detach()
+    kth_T1 = scores_TE.topk(k, dim=-1).values[:, -1:]  # a value: which of several equal ones it was does not matter
+    above_TE, equal_TE = scores_TE > kth_T1, scores_TE == kth_T1
+    room_T1 = k - above_TE.sum(dim=-1, keepdim=True)
+    return above_TE | (equal_TE & (equal_TE.cumsum(dim=-1) <= room_T1))
+
+
+def softmax_over(logits_TE: Tensor, selected_TE: Tensor) -> Tensor:
+    """Softmax over the selected logits, zero elsewhere; gates sum to one."""
+    return logits_TE.masked_fill(~selected_TE, NEGATIVE_INFINITY).softmax(dim=-1)
+
+
+def top_k_gates(
+    logits_TE: Tensor, k: int, *, softmax_before: bool = False, renormalise: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Top-k gates. By default Branch-Train-MiX's (section 3.2): softmax over the k kept logits, zero elsewhere.
+
+    That is Mixtral's rule too: softmax over all, then top-k, then renormalised. With `softmax_before` and without
+    `renormalise` a gate is the expert's share of the full softmax (Switch, FlexOlmo). `softmax_before` with
+    `renormalise` equals the default.
+    """
+    selected_TE = top_k_selection(logits_TE, k)
+    if softmax_before and not renormalise:
+        return logits_TE.softmax(dim=-1) * selected_TE, selected_TE
+    return softmax_over(logits_TE, selected_TE), selected_TE
+
+
+def soft_gates(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Branch-Train-MiX's Soft routing: every token to every expert, weighted by the softmax."""
+    return logits_TE.softmax(dim=-1), torch.ones_like(logits_TE, dtype=torch.bool)
+
+
+def temperature(step: int) -> float:
+    """Branch-Train-MiX's schedule for Sample Top-1: max(0.5, exp(-1e-4 step)); at its floor from step 6932."""
+    return max(0.5, math.exp(-1e-4 * step))
+
+
+def sample_top1_gates(logits_TE: Tensor, noise_TE: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """Branch-Train-MiX's Sample Top-1 in training (section 4.3.1): softmax((z + Gumbel) / tau), its largest entry kept.
+
+    The gate is that soft value itself, neither renormalised nor straight-through, and one expert is computed.
+    """
+    soft_TE = ((logits_TE + noise_TE) / tau).softmax(dim=-1)
+    selected_TE = top_k_selection(soft_TE, 1)
+    return soft_TE * selected_TE, selected_TE
+
+
+def hard_top1_gates(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight one on the largest score: Sample Top-1 at inference, on noisy logits (hard) or clean ones (argmax)."""
+    selected_TE = top_k_selection(scores_TE, 1)
+    return selected_TE.to(scores_TE.dtype), selected_TE
+
+
+def noisy_logits(clean_TE: Tensor, noise_logits_TE: Tensor, epsilon_TE: Tensor) -> Tensor:
+    """Shazeer et al. 2017, equation 4: H = x W_g + epsilon * softplus(x W_noise), epsilon ~ N(0, 1)."""
+    return clean_TE + epsilon_TE * torch.nn.functional.softplus(noise_logits_TE)
+
+
+def grouped_top_k_gates(logits_TE: Tensor, groups: int, k: int) -> tuple[Tensor, Tensor]:
+    """DivMoE's Algorithm 1: the best expert of each domain group, the k best groups, softmax over these k.
+
+    Experts lie group by group (expert i * M + j is slice j of domain i), so at most one of a group is selected.
+    Megatron's group-limited routing is another rule: it takes several experts of a group.
+    """
+    tokens, experts = logits_TE.shape
+    logits_TGM = logits_TE.view(tokens, groups, experts // groups)
+    best_TGM = top_k_selection(logits_TGM.flatten(0, 1), 1).view_as(logits_TGM)
+    chosen_TG = top_k_selection(logits_TGM.amax(dim=-1), k)
+    selected_TE = (best_TGM & chosen_TG[..., None]).view(tokens, experts)
+    return softmax_over(logits_TE, selected_TE), selected_TE
+
+
+def project_domains(domain_ND: Tensor, w1_2HD: Tensor, w2_HH: Tensor) -> Tensor:
+    """Nexus, section 3.1: expert embeddings P_r(d) = W_2 SwiGLU(W_1 d), silu on the first half; [N, H]."""
+    first_NH, second_NH = (domain_ND @ w1_2HD.T).chunk(2, dim=-1)
+    return (silu(first_NH) * second_NH) @ w2_HH.T
+
+
+def pad_rows(domain_ND: Tensor, multiple: int = 16) -> Tensor:
+    """Zero rows up to a multiple: a matrix product then rounds alike before and after an expert is added."""
+    return torch.nn.functional.pad(domain_ND, (0, 0, 0, -domain_ND.shape[0] % multiple))
+
+
+def with_penalty(logits_TE: Tensor, bias_X: Tensor) -> Tensor:
+    """FlexOlmo, section 3.2: min(b_i, 0) on the logits of experts 1, 2, ...; expert 0, the public one, has none."""
+    # The value of the minimum, the gradient of the bias: torch versions disagree on that of clamp at zero, the start.
+    bias_X = bias_X + (bias_X.clamp(max=0) - bias_X).detach()
+    return logits_TE + torch.nn.functional.pad(bias_X, (1, 0))
+
+
+def expert_choice_gates(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Expert choice (Zhou et al. 2022; Sparse Upcycling): each expert takes its `capacity` tokens of largest softmax.
+
+    A token's expert depends on the tokens after it, so this is no rule for causal decoding.
+    """
+    probs_TE = logits_TE.softmax(dim=-1)
+    selected_TE = expert_choice_selection(probs_TE, capacity)
+    return probs_TE * selected_TE, selected_TE
+
+
+def expert_choice_selection(scores_TE: Tensor, capacity: int) -> Tensor:
+    """Boolean [T, E]: each expert's `capacity` tokens of largest score; ties go to the earliest token."""
+    return top_k_selection(scores_TE.T.contiguous(), min(capacity, scores_TE.shape[0])).T
+
+
+def capacity_of(tokens: Tensor | int, experts: int, factor: float) -> Any:
+    """Tokens that an expert takes at most: ceil(tokens / experts * factor) (Switch, section 2.2).
+
+    `tokens` may be a count on the device, and so is the result then: nothing waits for it.
+    """
+    if isinstance(tokens, Tensor):
+        return (tokens * factor / experts).ceil().long()
+    return math.ceil(tokens * factor / experts)
+
+
+def within_capacity(selected_TE: Tensor, capacity: Tensor | int, taken_E: Tensor | None = None) -> Tensor:
+    """The selection without overflow: an expert keeps its first `capacity` tokens in order of position.
+
+    `taken_E` counts the tokens that earlier ranks sent to each expert, where a micro-batch is split over ranks.
+    """
+    place_TE = selected_TE.to(torch.int64).cumsum(dim=0)
+    if taken_E is not None:
+        place_TE = place_TE + taken_E
+    return selected_TE & (place_TE <= capacity)
