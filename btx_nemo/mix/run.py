@@ -85,7 +85,7 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
     for source in kitchen.sources:
         check_tied(source)
     warnings = checks.warnings(kitchen.seed, kitchen.experts, union=config.vocab_policy == "union")
-    distances, far = report(kitchen.seed, kitchen.experts)
+    distances, far = report(kitchen.seed, kitchen.experts if kitchen.recipe.trained else [])
     check_same(mixture.same, kitchen.sources, kitchen.readers)
     lines = _write(kitchen, place, mixture, plan)
     for line in distances:

@@ -93,21 +93,31 @@ def _infer_parts(expr: Expr, infos: list[TensorInfo]) -> TensorInfo:
     first = infos[0]
     along = expr.dim if isinstance(expr, Concat) else -1
 
-    def rest(info: TensorInfo) -> tuple[object, ...]:
-        return (info.dtype, *(size for dim, size in enumerate(info.shape) if dim != along))
+    def rest(info: TensorInfo) -> list[int]:
+        return [size for dim, size in enumerate(info.shape) if dim != along]
 
+    dtype = first.dtype
     for part, info in zip(children(expr), infos, strict=True):
-        if rest(info) != rest(first) or len(info.shape) != len(first.shape):
+        dtype = _wider(dtype, info.dtype)
+        if not dtype or rest(info) != rest(first) or len(info.shape) != len(first.shape):
             raise UserError(
                 f"{describe(part)} is {list(info.shape)} {info.dtype} but {describe(children(expr)[0])} is "
                 f"{list(first.shape)} {first.dtype}; they must agree"
             )
     if isinstance(expr, Stack):
-        return TensorInfo((len(infos), *first.shape), first.dtype)
+        return TensorInfo((len(infos), *first.shape), dtype)
     if isinstance(expr, Concat):
         total = sum(info.shape[along] for info in infos)
-        return TensorInfo((*first.shape[:along], total, *first.shape[along + 1 :]), first.dtype)
-    return first
+        return TensorInfo((*first.shape[:along], total, *first.shape[along + 1 :]), dtype)
+    return TensorInfo(first.shape, dtype)
+
+
+def _wider(a: str, b: str) -> str:
+    """The dtype that holds both, where they are floating-point; empty for two others that differ."""
+    if a == b:
+        return a
+    both = {a, b} <= {"float16", "bfloat16", "float32", "float64"}
+    return str(torch.promote_types(getattr(torch, a), getattr(torch, b))).removeprefix("torch.") if both else ""
 
 
 def takes(expr: Expr) -> set[Take]:

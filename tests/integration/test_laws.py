@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from btx_testing.models import hf_logits, make_llama, make_mixtral, probe_tokens
 from btx_testing.pool import RankPool
 from btx_testing.tensors import load_folder, same_bits
 
+from btx_nemo.convert.logits import hf_logits as any_hf_logits
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.mix.config import MixConfig
@@ -111,7 +113,7 @@ EQUAL: dict[str, tuple[str, tuple[str, ...], int, dict[str, Any]]] = {
 """Mixtures of copies that compute the dense model, whatever their routers: recipe, specialists, top_k, options."""
 
 
-def mix_equal(seed: Path, out: Path, case: str, **changes: Any) -> Path:
+def mix_equal(seed: Path, out: Path, case: str, format: str = "megatron", **changes: Any) -> Path:
     recipe, experts, top_k, options = EQUAL[case]
     run_mix(
         MixConfig(
@@ -123,7 +125,7 @@ def mix_equal(seed: Path, out: Path, case: str, **changes: Any) -> Path:
             router_init_std=0.5,
             workers=2,
             options={**options, **changes},
-            format="megatron",
+            format=format,
         )
     )
     return out
@@ -139,6 +141,17 @@ def test_law_1_holds_for_every_recipe_in_megatron(
     expected = hf_logits(seed, probe_tokens())
     for logits in from_ranks(ranks, jobs.logits, mix, layout, count):
         equal_logits(logits, expected)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_law_1_holds_for_every_recipe_in_transformers(copies: tuple[Path, Path], tmp_path: Path, case: str) -> None:
+    seed, _ = copies
+    mix = mix_equal(seed, tmp_path / "mix", case, "hf")
+    kind = json.loads((mix / "config.json").read_text())["model_type"]
+    assert kind == {"divmoe": "btx_moe", "divmoe, four slices": "btx_moe"}.get(
+        case, "qwen2_moe" if "every second" in case else "mixtral"
+    )
+    equal_logits(any_hf_logits(mix, probe_tokens()), hf_logits(seed, probe_tokens()))
 
 
 @pytest.mark.parametrize(

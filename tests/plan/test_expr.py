@@ -190,3 +190,18 @@ def test_a_choice_is_of_the_right_number_and_seen_alike_from_everywhere() -> Non
         seen = chosen(2, Choice("neurons", 30, 100, start), 40).tolist()
         assert seen == [n - start for n in whole if start <= n < start + 40]
     assert whole != chosen(3, choice, 100).tolist() != chosen(2, Choice("others", 30, 100), 100).tolist()
+
+
+def test_parts_of_different_floating_dtypes_are_held_by_the_wider() -> None:
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(3, 5), "c": torch.ones(3, 5, dtype=torch.int64)}
+    reader = MemoryReader(tensors)
+    both = (Take("s", "a"), Take("s", "b"))
+    for expr, expected in (
+        (Concat(both), torch.cat((tensors["a"].float(), tensors["b"]))),
+        (Mean(both), (tensors["a"].float() + tensors["b"]) / 2),
+    ):
+        info = infer(expr, {"s": reader.layout()})
+        assert info == info_of(expected)
+        assert torch.equal(evaluate(expr, {"s": reader}, info, "x", 0), expected)
+    with pytest.raises(UserError, match="must agree"):
+        infer(Stack((Take("s", "a"), Take("s", "c"))), {"s": reader.layout()})

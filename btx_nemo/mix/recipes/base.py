@@ -106,6 +106,8 @@ class Recipe:
     """Whether the seed is a mixture: the recipe is an operation on it."""
     routed: bool
     """Whether the result has fresh routing, so that top_k and router_init_std mean something."""
+    trained: bool
+    """Whether the specialists are meant to have been trained already, so that an equal one is a mistake."""
 
 
 Planner: TypeAlias = Callable[[Ingredients], Mixture]
@@ -128,6 +130,7 @@ def register(
     pairs: str = "never",
     on_mixture: bool = False,
     routed: bool = True,
+    trained: bool = True,
 ) -> Callable[[Planner], Planner]:
     """Decorator that adds a recipe under a name. Raises ValueError when it is taken."""
 
@@ -138,7 +141,14 @@ def register(
         if taken:
             raise ValueError(f"recipe {name!r}: every mix has {', '.join(taken)} already")
         RECIPES[name] = Recipe(
-            name=name, plan=plan, options=options, takes=takes, pairs=pairs, on_mixture=on_mixture, routed=routed
+            name=name,
+            plan=plan,
+            options=options,
+            takes=takes,
+            pairs=pairs,
+            on_mixture=on_mixture,
+            routed=routed,
+            trained=trained,
         )
         return plan
 

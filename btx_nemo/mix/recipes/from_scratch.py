@@ -22,7 +22,7 @@ class Options:
 
 @register("from_scratch", Options, takes="none")
 def from_scratch(given: Ingredients) -> Mixture:
-    """N(0, init_std^2), divided by sqrt(2 L) where a layer writes to the residual stream; norms at one."""
+    """N(0, init_std^2), over sqrt(2 L) where a layer writes to the residual stream; norms one, biases zero."""
     count, depth, std = given.settings(Options).num_experts, given.model.num_layers, given.model.init_std
     if count < 1:
         raise UserError(f"num_experts={count} must be at least 1")
@@ -30,6 +30,8 @@ def from_scratch(given: Ingredients) -> Mixture:
     def weights(name: str) -> Expr:
         if "norm" in name:
             return Full(1.0)
+        if name.endswith(".bias"):
+            return Full(0.0)
         return Normal(std / math.sqrt(2 * depth) if name.endswith(("o_proj.weight", "down_proj.weight")) else std)
 
     moe = MoEConfig(num_experts=count, top_k=given.choose_top_k(2, count))

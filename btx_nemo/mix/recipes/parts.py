@@ -10,7 +10,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.families import base, names
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.mix.recipes.base import Ingredients
-from btx_nemo.plan.expr import Combine, Concat, Expr, Mean, Normal, Slice, Take, takes
+from btx_nemo.plan.expr import Combine, Concat, Expr, Mean, Normal, Slice, Take, infer, takes
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.statistics import Statistic
@@ -40,8 +40,10 @@ class Parts:
         if shared and self.shared_expert:
             return self.shared_expert(*shared), _ffn_dtype(given, target, *shared)
         if names.parse_router(target) and self.router:
-            layout = given.layouts[given.seed]
-            return self.router(target), given.dtype_of(target if target in layout else EMBEDDING)
+            expr = self.router(target)
+            # What a router was trained to, in fp32, is not rounded to the dtype of the rest.
+            kept = infer(expr, given.layouts).dtype if takes(expr) else given.dtype_of(EMBEDDING)
+            return expr, given.dtype or kept
         return self.rest(target), given.dtype_of(target)
 
 

@@ -39,7 +39,7 @@ def check_no_anchor(given: Ingredients) -> None:
         raise UserError(f"experts.{ANCHOR}: is the name of the seed's own expert; rename the domain")
 
 
-@register("two_expert", Options, takes="one")
+@register("two_expert", Options, takes="one", trained=False)
 def two_expert(given: Ingredients) -> Mixture:
     """Plan the mixture of two."""
     options, (domain,) = given.settings(Options), given.experts

@@ -330,3 +330,28 @@ def test_wrong_operations_are_one_line(
     with pytest.raises(UserError, match=message) as caught:
         run(recipe, root / seed, tmp_path / "out", paths, **options)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_rows_that_were_trained_in_fp32_stay_so_in_a_bf16_mixture(root: Path, tmp_path: Path) -> None:
+    """As Megatron leaves them; and a dtype that is asked for holds for all."""
+    anchor = {name: tensor.bfloat16() for name, tensor in read_shared(root / "anchor_m").items()}
+    write_checkpoint(tmp_path / "anchor", open_source(root / "anchor_m").config, anchor)
+    pair = run("two_expert", tmp_path / "anchor", tmp_path / "pair", {"math": tmp_path / "anchor"})
+    tensors = read_shared(pair)
+    for name in [name for name in tensors if names.parse_router(name)]:
+        tensors[name] = tensors[name].float() + 1e-5
+    trained = write_checkpoint(tmp_path / "trained", open_source(pair).config, tensors)
+    mix = read_shared(run("flexolmo", tmp_path / "anchor", tmp_path / "mix", {"math": trained}))
+    assert (
+        torch.equal(mix[names.router(0)], tensors[names.router(0)]) and mix["model.norm.weight"].dtype == torch.bfloat16
+    )
+    added = read_shared(run("add", tmp_path / "mix", tmp_path / "added", {"law": tmp_path / "anchor"}))
+    assert added[names.router(1)].dtype == torch.float32
+    assert torch.equal(added[names.router(1)][:2], mix[names.router(1)])
+    run_mix(
+        MixConfig(
+            recipe="add", seed=str(tmp_path / "mix"), experts={"law": str(tmp_path / "anchor")},
+            out=str(tmp_path / "cast"), dtype="bfloat16", format="megatron",
+        )
+    )  # fmt: skip
+    assert {tensor.dtype for tensor in read_shared(tmp_path / "cast").values()} == {torch.bfloat16}

@@ -84,6 +84,8 @@ def test_a_dry_run_of_every_kind_prints_the_plan_and_reads_nothing(
     ended = commands.run(*mix_arguments(config), "--dry-run", before="btx_testing.mixing:forbid_reading")
     assert (ended.code, ended.err) == (0, "")
     assert "peak memory at most" in ended.out and not list(tmp_path.iterdir())
+    measured = "measured before anything is written" in ended.out
+    assert measured == (recipe in ("drop_upcycling", "ties"))
     shown = {"drop_upcycling": "splice(", "ties": "ties(", "dare": "product(bernoulli(0.1)", "divmoe": "combine(2 * "}
     assert shown.get(recipe, "normal(std=") in ended.out
 
