@@ -130,12 +130,13 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        more = ""
         if name == "export":
             more = (
                 "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
             )
             more += "allow_inexact=true; shard_size=BYTES: largest file; "
+        else:
+            more = "allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; "
         more += (
             "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result "
         )
@@ -221,10 +222,13 @@ def _bytes(value: str) -> int:
         raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
-def _flag(value: str) -> bool:
-    if value not in ("true", "false"):
-        raise UserError(f"allow_inexact={value}: must be true or false")
-    return value == "true"
+def _flag(key: str) -> Callable[[str], bool]:
+    def read(value: str) -> bool:
+        if value not in ("true", "false"):
+            raise UserError(f"{key}={value}: must be true or false")
+        return value == "true"
+
+    return read
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -298,7 +302,7 @@ def _embed(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str, verify=str)
+    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"))
     print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 
@@ -306,7 +310,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
     source, out, options = _assignments(
-        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag
+        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag("allow_inexact")
     )
     print(f"{out}: {export_hf(source, out, **{'verify': 'true', **options})}")
 

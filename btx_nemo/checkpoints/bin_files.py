@@ -32,8 +32,8 @@ def open_weights(folder: Path, allow_bin: bool = False) -> SafetensorsReader | B
     found = [name for name in names if name in (SINGLE, INDEX)]
     if found and not allow_bin:
         raise UserError(
-            f"{folder}: no safetensors, and {found[0]} is a pickle; save it as safetensors, or say allow_bin=true "
-            "to have its tensors, and nothing else, unpickled"
+            f"{folder}: no safetensors, and {found[0]} is a pickle; save it as safetensors, or give mix or import "
+            "allow_bin=true to have its tensors, and nothing else, unpickled"
         )
     return BinReader(folder) if found else SafetensorsReader(folder)
 

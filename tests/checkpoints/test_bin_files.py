@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from btx_testing.commands import CommandServer
 from btx_testing.mixing import make_models
 from btx_testing.tensors import load_folder, same_bits
 
@@ -43,6 +44,16 @@ def test_a_mix_of_bins_equals_that_of_safetensors(tmp_path: Path) -> None:
         run_mix(config)
     run_mix(dataclasses.replace(config, allow_bin=True))
     assert same_bits(load_folder(tmp_path / "mix"), load_folder(tmp_path / "mix2"))
+
+
+def test_the_import_reads_a_bin_when_asked(tmp_path: Path, commands: CommandServer) -> None:
+    make_models(tmp_path)
+    to_bin(tmp_path / "seed")
+    ended = commands.run("import", f"in={tmp_path}/seed", f"out={tmp_path}/a")
+    assert ended.code == 2 and "allow_bin=true" in ended.err
+    assert commands.run("import", f"in={tmp_path}/seed", f"out={tmp_path}/a", "allow_bin=yes").code == 2
+    assert commands.run("import", f"in={tmp_path}/seed", f"out={tmp_path}/a", "allow_bin=true").code == 0
+    assert (tmp_path / "a" / "manifest.json").exists()
 
 
 class Exploit:

@@ -332,7 +332,11 @@ class BtxMoeDecoderLayer(GradientCheckpointingLayer):
         inner = hidden_BSH if self.post_norm else self.input_layernorm(hidden_BSH)
         inner, weights = self.self_attn(inner, cos_sin, mask, cache, places_S, more)
         hidden_BSH = hidden_BSH + (self.post_attention_layernorm(inner) if self.post_norm else inner)
-        inner, logits, selected = hidden_BSH if self.post_norm else self.post_attention_layernorm(hidden_BSH), None, None
+        inner, logits, selected = (
+            hidden_BSH if self.post_norm else self.post_attention_layernorm(hidden_BSH),
+            None,
+            None,
+        )
         if isinstance(self.mlp, BtxMoeBlock):
             inner, logits, selected = self.mlp(inner, valid_BS)
         else:
@@ -371,7 +375,9 @@ class BtxMoePreTrainedModel(PreTrainedModel):
             raise ValueError(f"{folder}: {missing[0]} is missing ({len(missing)} in all); copy the folder again")
         unused = sorted(key for key in info["unexpected_keys"] if ".layers." in f".{key}")
         if unused and getattr(model, "hf_quantizer", None) is None:
-            raise ValueError(f"{folder}: {unused[0]} has no place in this model; is it the config.json of these weights?")
+            raise ValueError(
+                f"{folder}: {unused[0]} has no place in this model; is it the config.json of these weights?"
+            )
         return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -437,7 +443,11 @@ class BtxMoeModel(BtxMoePreTrainedModel):
         attentions, logits, selected = zip(*results)
 
         def given(asked: bool | None, name: str, values: Any) -> tuple[Tensor, ...] | None:
-            return tuple(x for x in values if x is not None) if (getattr(self.config, name) if asked is None else asked) else None
+            return (
+                tuple(x for x in values if x is not None)
+                if (getattr(self.config, name) if asked is None else asked)
+                else None
+            )
 
         return BtxMoeModelOutput(
             last_hidden_state=states[-1],
@@ -457,7 +467,9 @@ class BtxMoeModel(BtxMoePreTrainedModel):
             return DynamicCache(config=self.config)
         return cache
 
-    def _masks(self, hidden_BSH: Tensor, mask: Any, cache: Any, positions_BS: Tensor, places_S: Tensor) -> dict[str, Any]:
+    def _masks(
+        self, hidden_BSH: Tensor, mask: Any, cache: Any, positions_BS: Tensor, places_S: Tensor
+    ) -> dict[str, Any]:
         if isinstance(mask, dict):  # made by generate(), for a static cache
             return mask
         known = {
