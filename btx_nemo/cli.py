@@ -130,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         sub = command(name, run, text)
         more = ""
         if name == "export":
-            more = "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
+            more = (
+                "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
+            )
             more += "allow_inexact=true; shard_size=BYTES: largest file; "
         more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
         sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")

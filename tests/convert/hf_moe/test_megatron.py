@@ -80,7 +80,10 @@ def test_what_megatron_trained_is_what_transformers_computes(
     run, hf = tmp_path / "run", tmp_path / "run" / "hf"
     train(world, commands, domains, mixtures[family], run, router)  # which exports in the architecture it came from
     chosen = read_manifest(hf)["chosen"]
-    assert chosen.startswith("btx_moe, which computes what the model does") and read_manifest(hf)["architecture"] == "btx_moe"
+    assert (
+        chosen.startswith("btx_moe, which computes what the model does")
+        and read_manifest(hf)["architecture"] == "btx_moe"
+    )
     assert read_config(hf) == read_model_json(find_checkpoint(run))  # type: ignore[arg-type]
     prompt = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
     ((logits, words),) = ranks.run(megatron_continues, str(run), prompt, 32, ranks=1)

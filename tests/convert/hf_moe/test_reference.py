@@ -128,7 +128,9 @@ def test_a_block_is_a_loop_over_tokens(router: str, layer: int, shared: str | No
     rows = [naive_logits(block.gate, x) for x in xs]
     dropped = 0
     for place, x, row, gates in zip(places, xs, rows, naive_gates(block.gate, rows, layer == 0)):
-        expected = sum((gate * feed_forward(block.experts[e], x) for e, gate in gates.items()), torch.zeros(32).double())
+        expected = sum(
+            (gate * feed_forward(block.experts[e], x) for e, gate in gates.items()), torch.zeros(32).double()
+        )
         if block.shared_expert is not None:
             factor: Any = 1.0
             if shared == "gated":
