@@ -75,7 +75,7 @@ def make_model(seed: int = 0, **changes: Any) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in model.named_parameters():
-            if name.endswith((".gate.weight", ".domain_embeddings", ".w1", ".w2")):
+            if name.endswith(("embed_tokens.weight", ".gate.weight", ".domain_embeddings", ".w1", ".w2")):
                 value.normal_(std=0.6, generator=generator)
             elif name.endswith(".penalty"):
                 value.uniform_(-1, 0, generator=generator)
