@@ -13,8 +13,8 @@ from btx_nemo.errors import UserError
 from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.plan.execute import TensorReader
 from btx_nemo.families.table import VOCABULARY, without_padding
+from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, bind, infer, substitute
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.routers import router_class
