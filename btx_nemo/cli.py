@@ -134,7 +134,10 @@ def _parser() -> argparse.ArgumentParser:
                 "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
             )
             more += "allow_inexact=true; shard_size=BYTES: largest file; "
-        more += "dtype=DTYPE: cast to float32, bfloat16 or float16"
+        more += (
+            "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result "
+        )
+        more += "with its source not at all, without logits, or with them however large (default: if small)"
         sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
@@ -262,15 +265,17 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str)
-    import_hf(source, out, **options)
+    source, out, options = _assignments(arguments, dtype=str, verify=str)
+    print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
-    source, out, options = _assignments(arguments, dtype=str, shard_size=_bytes, target=str, allow_inexact=_flag)
-    print(f"{out}: {export_hf(source, out, **options)}")
+    source, out, options = _assignments(
+        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag
+    )
+    print(f"{out}: {export_hf(source, out, **{'verify': 'true', **options})}")
 
 
 def _inspect(arguments: argparse.Namespace) -> None:

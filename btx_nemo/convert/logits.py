@@ -9,25 +9,27 @@ from torch import Tensor
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
+from btx_nemo.families.source import Source
 
 
-def megatron_logits(folder: Path, tokens_BS: Tensor, layout: LayoutConfig | None = None) -> Tensor | None:
-    """fp32 logits [B, S, V] of a folder that `open_source` knows, computed by Megatron-Core in fp32.
+def megatron_logits(model: Path | Source, tokens_BS: Tensor, layout: LayoutConfig | None = None) -> Tensor | None:
+    """fp32 logits [B, S, V] of a folder that `open_source` knows, or of one opened, computed by Megatron-Core in fp32.
 
     Collective over the ranks of `layout`; None on ranks that are not of the last pipeline stage.
     """
     from btx_nemo.megatron.load import load_weights
     from btx_nemo.megatron.model import build_model
     from btx_nemo.megatron.parallel import parallel_state
-    from btx_nemo.train.source import open_source
+    from btx_nemo.train.source import model_source, open_source
 
     layout = layout or LayoutConfig()
-    source = open_source(folder)
+    source = model_source(model) if isinstance(model, Source) else open_source(model)
     with parallel_state(layout, seed=0):
         # Megatron's own layers everywhere: Transformer Engine may multiply fp32 in a coarser format.
         gpt = build_model(source.model, layout, transformer_engine=False)
         load_weights(gpt, source.expressions, source.readers, seed=0)
-        return model_logits(gpt, tokens_BS)
+        logits = model_logits(gpt, tokens_BS)
+        return None if logits is None else logits[..., : source.model.vocab_size]
 
 
 @torch.no_grad()

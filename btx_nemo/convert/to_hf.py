@@ -8,6 +8,7 @@ from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
+from btx_nemo.convert.check import check_mode, check_result
 from btx_nemo.convert.checkpoint import check_dtype, check_shard_size, facts, space_needed, stream
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import (
@@ -33,13 +34,16 @@ def export_hf(
     allow_inexact: bool = False,
     shard_size: int = 5_000_000_000,
     workers: int | None = None,
+    verify: str = "tensors",
 ) -> str:
     """Checkpoint folder or run directory (its latest checkpoint) -> Hugging Face folder.
 
     `dtype` casts; None keeps what is stored. `target` is a model_type; None for the source's own, or the first that
-    computes the same; one that does not is refused unless `allow_inexact`. Raises UserError and leaves nothing behind.
-    Returns which architecture was written and why, in one line, which the manifest has too.
+    computes the same; one that does not is refused unless `allow_inexact`. `verify` is a mode of `convert.check`.
+    Returns which architecture was written and why, which the manifest has too, and what was verified.
+    Raises UserError, or CheckFailed when the result is not the source, and leaves nothing behind.
     """
+    check_mode(verify)
     check_dtype(dtype)
     check_shard_size(shard_size)
     refuse_existing(Path(out))
@@ -57,7 +61,8 @@ def export_hf(
         write_settings(architecture, folder, source.config, dtype or source.dtype, source.base)
         extra = {"architecture": architecture.model_type, "chosen": chosen, **facts([source], plan)}
         write_manifest(folder, kind="export", extra=extra)
-    return chosen
+        verified = check_result(source, folder, verify, exact=architecture.inexact(source.config) is None)
+    return f"{chosen}; {verified}"
 
 
 def export_plan(source: Source, architecture: Architecture, dtype: str | None = None) -> Plan:

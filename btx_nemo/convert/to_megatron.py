@@ -8,6 +8,7 @@ from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.convert.check import check_mode, check_result
 from btx_nemo.convert.checkpoint import check_dtype, facts, space_needed, stream
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import to_megatron
@@ -17,12 +18,16 @@ from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
 
 
-def import_hf(src: str | Path, out: str | Path, *, dtype: str | None = None, workers: int | None = None) -> None:
-    """Hugging Face folder (dense or Mixtral) -> checkpoint folder that training starts from.
+def import_hf(
+    src: str | Path, out: str | Path, *, dtype: str | None = None, workers: int | None = None, verify: str = "tensors"
+) -> str:
+    """Hugging Face folder, dense or a mixture -> checkpoint folder that training starts from.
 
     `out` gets the torch_dist files, model.json, tokenizer/ (with the config.json it came with) and a manifest.
-    `dtype` casts. Raises UserError and leaves nothing behind.
+    `dtype` casts. `verify` is a mode of `convert.check`; returns what was verified, in one line.
+    Raises UserError, or CheckFailed when the result is not the source, and leaves nothing behind.
     """
+    check_mode(verify)
     check_dtype(dtype)
     refuse_existing(Path(out))
     source = open_source(src, "hf")
@@ -37,6 +42,7 @@ def import_hf(src: str | Path, out: str | Path, *, dtype: str | None = None, wor
         save_model_config(source.config, folder)
         save_tokenizer(source.tokenizer, folder / "tokenizer")
         write_manifest(folder, kind="import", extra=facts([source], plan))
+        return check_result(source, folder, verify)
 
 
 def import_plan(source: Source, dtype: str | None = None) -> Plan:

@@ -76,12 +76,11 @@ def verify(a: Path, b: Path, *, tolerance: float | None = None) -> None:
     for source in sources:
         check_tied(source)
     _check_vocabularies(*sources)
-    positions = min(source.config.max_position_embeddings for source in sources)
-    tokens = probe_tokens(sources[0].config.vocab_size, min(LENGTH, positions))
+    tokens = probe(*sources)
     with quiet_transformers():
-        found = compare_logits(*(_logits(source, tokens) for source in sources))
+        found = compare_logits(*(source_logits(source, tokens) for source in sources))
     if tolerance is None:
-        tolerance = max(1e-4, FP32_NOISE * found.magnitude) if math.isfinite(found.magnitude) else 1e-4
+        tolerance = default_tolerance(found)
     _print_logits(sources, found, tolerance)
     print(f"tensors: {_tensor_line(*sources)}")
     if not found.largest <= tolerance:
@@ -89,6 +88,17 @@ def verify(a: Path, b: Path, *, tolerance: float | None = None) -> None:
             f"{a} and {b}: logits differ by {found.largest:.3g} at {_place(found.at)}, "
             f"over the tolerance of {tolerance:g}{_rounding(found)}"
         )
+
+
+def probe(*sources: Source) -> Tensor:
+    """The token ids [B, S] that models of one vocabulary are compared on."""
+    positions = min(source.config.max_position_embeddings for source in sources)
+    return probe_tokens(sources[0].config.vocab_size, min(LENGTH, positions))
+
+
+def default_tolerance(found: LogitDifference) -> float:
+    """1e-4, or 1e-5 of the largest logit where that is more."""
+    return max(1e-4, FP32_NOISE * found.magnitude) if math.isfinite(found.magnitude) else 1e-4
 
 
 def probe_tokens(vocab_size: int, length: int = LENGTH) -> Tensor:
@@ -111,10 +121,11 @@ def compare_logits(a_BSV: Tensor, b_BSV: Tensor) -> LogitDifference:
     )
 
 
-def compare_tensors(a: Source, b: Source) -> TensorDifference | None:
+def compare_tensors(a: Source, b: Source, *, cast: bool = False) -> TensorDifference | None:
     """Every tensor of two models with the same names and shapes, block by block; None when all values are equal.
 
-    Raises UserError when a source holds a value that is not finite.
+    With `cast` the first model's values are first cast to the second's dtypes. Raises UserError when a source holds a
+    value that is not finite.
     """
     layouts = a.layout(), b.layout()
     first: TensorDifference | None = None
@@ -122,7 +133,8 @@ def compare_tensors(a: Source, b: Source) -> TensorDifference | None:
     total = sum(info.nbytes for info in layouts[0].values())
     with byte_progress(total, "compare") as advance:
         for name, info in layouts[0].items():
-            wide = TensorInfo(info.shape, "float64" if "float64" in (info.dtype, layouts[1][name].dtype) else "float32")
+            dtypes = info.dtype, layouts[1][name].dtype
+            wide = TensorInfo(info.shape, dtypes[1] if cast else "float64" if "float64" in dtypes else "float32")
             largest, at = 0.0, None
             for box in row_blocks(wide, BLOCK_BYTES):
                 parts = [evaluate(s.table[name], {s.name: s.reader}, wide, name, 0, box) for s in (a, b)]
@@ -154,10 +166,11 @@ def _check_vocabularies(a: Source, b: Source) -> None:
         )
 
 
-def _logits(source: Source, tokens_BS: Tensor) -> Tensor:
+def source_logits(source: Source, tokens_BS: Tensor) -> Tensor:
+    """fp32 logits [B, S, V]: transformers' of a Hugging Face folder, Megatron-Core's of ours."""
     if source.kind == "hf":
         return hf_logits(source.folder, tokens_BS)
-    logits = megatron_logits(source.folder, tokens_BS)
+    logits = megatron_logits(source, tokens_BS)
     assert logits is not None
     return logits
 

@@ -51,9 +51,9 @@ def to_megatron(model: ModelConfig, source: str = "hf") -> dict[str, Expr]:
     return table.to_megatron(get_family(model.family).table, model, source)
 
 
-def from_megatron(model: ModelConfig, source: str = "ckpt") -> dict[str, Expr]:
-    """Shared name -> expression over the Megatron keys of `source`."""
-    return table.from_megatron(get_family(model.family).table, model, source)
+def from_megatron(model: ModelConfig, source: str = "ckpt", stored: Layout | None = None) -> dict[str, Expr]:
+    """Shared name -> expression over the Megatron keys of `source`; what it has `stored` tells a padded vocabulary."""
+    return table.from_megatron(get_family(model.family).table, model, source, stored)
 
 
 GROUP = "btx_nemo.families"

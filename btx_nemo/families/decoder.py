@@ -66,6 +66,8 @@ class DecoderArchitecture:
     """Whether heads may be of another size than hidden_size / heads."""
     form: MixtureForm | None = None
     """How it is a mixture; None for a dense architecture."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of its own that are the same in every model."""
     on_disk: Callable[[str], str] = lambda name: name
     """Shared name -> name on disk."""
 
@@ -131,7 +133,9 @@ class DecoderArchitecture:
         if activation not in ACTIVATIONS:
             raise UserError(f"{where}: hidden_act={activation!r} is not supported; only {' or '.join(ACTIVATIONS)}")
         if config.get("partial_rotary_factor", 1) not in (None, 1, 1.0):
-            raise UserError(f"{where}: partial_rotary_factor={config['partial_rotary_factor']} is not supported; only 1")
+            raise UserError(
+                f"{where}: partial_rotary_factor={config['partial_rotary_factor']} is not supported; only 1"
+            )
 
     def _read_bias(self, config: Mapping[str, Any], where: str) -> str:
         if self.bias_setting is None:
@@ -162,8 +166,7 @@ class DecoderArchitecture:
             **{key: base[key] for key in KEPT if key in base},
             **self.windows.write(model),
         }
-        if self.model_type == "llama":
-            result["mlp_bias"] = False
+        result |= self.fixed
         if self.bias_setting:
             result[self.bias_setting] = model.attention_bias != "none"
         if self.form:
@@ -210,16 +213,27 @@ class DecoderArchitecture:
         layout = families.layout(model, "float32")
         result: dict[str, Expr] = {self.on_disk(name): Take(SHARED, name) for name in layout}
         if self.form and self.form.shared_expert is not None and not shared_width(model):
-            # transformers wants a gate also where the shared expert has width zero and so adds nothing. Its value does
-            # not matter; a row of the router has its shape and dtype.
-            for layer in filter(model.is_mixture, range(model.num_layers)):
-                gate = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
-                result[gate] = Slice(Take(SHARED, names.router(layer)), 0, 0, 1)
+            result |= _no_shared_expert(model)
         return result
 
     def shared(self, model: ModelConfig, source: str) -> dict[str, Expr]:
         """Shared name -> expression over the names on disk."""
         return {name: Take(source, self.on_disk(name)) for name in families.layout(model, "float32")}
+
+
+def _no_shared_expert(model: ModelConfig) -> dict[str, Expr]:
+    """What transformers wants to see of a shared expert of width zero, which adds nothing.
+
+    Its gate's value does not matter: a row of the router has the shape and the dtype.
+    """
+    result: dict[str, Expr] = {}
+    for layer in filter(model.is_mixture, range(model.num_layers)):
+        for part in names.PARTS:
+            matrix = Take(SHARED, names.expert(layer, 0, part))
+            result[names.shared_expert(layer, part)] = Slice(matrix, 1 if part == "down" else 0, 0, 0)
+        gate = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
+        result[gate] = Slice(Take(SHARED, names.router(layer)), 0, 0, 1)
+    return result
 
 
 def special_tokens(model: ModelConfig, base: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ register_architecture(
         defaults=Defaults(max_position_embeddings=2048, tokens=(1, 2, None)),
         bias="all",
         bias_setting="attention_bias",
+        fixed={"mlp_bias": False},
     )
 )
 register_architecture(
@@ -52,6 +53,7 @@ register_architecture(
         ),
         windows=EveryLayer(),
         form=MixtureForm(num_experts=8, top_k=2, renormalises=True),
+        fixed={"router_jitter_noise": 0.0},
         on_disk=mixtral_name,
     )
 )

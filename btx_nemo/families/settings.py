@@ -36,7 +36,9 @@ def number(config: Mapping[str, Any], key: str, where: str, default: float | Non
     return float(value)
 
 
-def names_list(config: Mapping[str, Any], key: str, where: str, length: int, known: tuple[str, ...]) -> list[str] | None:
+def names_list(
+    config: Mapping[str, Any], key: str, where: str, length: int, known: tuple[str, ...]
+) -> list[str] | None:
     """A list of `length` names, each of `known`; None where config.json is silent or has null."""
     value = config.get(key)
     if value is None:

@@ -83,6 +83,11 @@ def open_source(folder: str | Path, name: str = "hf") -> Source:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a Hugging Face folder, a checkpoint or a run directory")
     refuse_temporary(folder)
+    return open_unfinished(folder, name)
+
+
+def open_unfinished(folder: Path, name: str) -> Source:
+    """The same of a folder that its writer reads back before it gets its name."""
     checkpoint = find_checkpoint(folder)
     source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name)
     _check_shapes(source)
@@ -117,23 +122,30 @@ def _open_hf(folder: Path, name: str) -> Source:
     architecture = architecture_of(base, str(folder / "config.json"))
     config = architecture.read(base, str(folder / "config.json"))
     reader = SafetensorsReader(folder)
-    dropped = {tensor: "recomputed from the configuration" for tensor in reader.layout() if BUFFERS.fullmatch(tensor)}
-    if not shared_width(config):  # what Qwen2Moe has of an expert of width zero
-        gates = [tensor for tensor in reader.layout() if SHARED_GATE.fullmatch(tensor)]
-        dropped |= {tensor: "gates a shared expert of width 0" for tensor in gates}
-    dropped |= {tensor: "empty" for tensor, info in reader.layout().items() if not info.numel}
-    if config.tie_word_embeddings and "lm_head.weight" in reader.layout():
-        dropped["lm_head.weight"] = "tied: the embedding is the output layer"
+    dropped = _unused(reader, config)
     if any(header.metadata.get("producer") == "btx_nemo" for header in reader.headers.values()):
         read_manifest(folder)
     return Source(name, folder, "hf", config, reader, architecture.shared(config, name), dropped, base, folder)
+
+
+def _unused(reader: Reader, config: ModelConfig) -> dict[str, str]:
+    """Stored tensors that say nothing of the model, and why."""
+    layout = reader.layout()
+    dropped = {name: "recomputed from the configuration" for name in layout if BUFFERS.fullmatch(name)}
+    if not shared_width(config):  # Qwen2Moe has one also then
+        gates = [name for name in layout if SHARED_GATE.fullmatch(name)]
+        dropped |= dict.fromkeys(gates, "gates a shared expert of width 0")
+    dropped |= {name: "empty" for name, info in layout.items() if not info.numel}
+    if config.tie_word_embeddings and "lm_head.weight" in layout:
+        dropped["lm_head.weight"] = "tied: the embedding is the output layer"
+    return dropped
 
 
 def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
     reader = DistReader(folder)
-    table = families.from_megatron(config, name)
+    table = families.from_megatron(config, name, reader.layout())
     for shared in [shared for shared in table if parse_router(shared)]:
         expr = table[shared]
         if isinstance(expr, Take) and expr.name not in reader.layout():

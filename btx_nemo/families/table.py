@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.router_state import router_state
 from btx_nemo.families.rules import GateUp, GroupedQKV, PerExpert, Rule, Same
-from btx_nemo.plan.expr import Expr, Take
+from btx_nemo.plan.expr import Expr, Slice, Take
 from btx_nemo.plan.layout import Layout, TensorInfo
 
 SAME = Same()
@@ -180,6 +180,19 @@ PRE_NORM = (EMBEDDING, INPUT_NORM, *QKV, *QK_NORMS, *ATTENTION_OUT, *MLP_NORMS, 
 POST_NORM = (EMBEDDING, *QKV, *QK_NORMS, *ATTENTION_OUT, *POST_NORMS, *MLP, *EXPERTS, FINAL_NORM, OUTPUT)
 """One whose norms come after them."""
 
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Megatron keys with a row per token."""
+VOCABULARY_MULTIPLE = 16
+
+
+def padded_vocabulary(vocab_size: int) -> int:
+    """Rows that a live model has, so that up to 16 tensor-parallel ranks divide them; the same at every layout.
+
+    Those beyond the vocabulary are zero, are never predicted, never trained, and never exported.
+    """
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 Filled = tuple[str, list[tuple[str, tuple[int, ...]]], Rule]
 """(Megatron key, [(name, shape)], rule)."""
 
@@ -221,10 +234,21 @@ def to_megatron(table: tuple[Row, ...], config: ModelConfig, source: str) -> dic
     }
 
 
-def from_megatron(table: tuple[Row, ...], config: ModelConfig, source: str) -> dict[str, Expr]:
-    """Shared name -> expression over the Megatron keys of `source`."""
+def from_megatron(
+    table: tuple[Row, ...], config: ModelConfig, source: str, stored: Layout | None = None
+) -> dict[str, Expr]:
+    """Shared name -> expression over the Megatron keys of `source`; `stored` tells a padded vocabulary."""
     result: dict[str, Expr] = {}
     for key, parts, rule in fill(table, config):
-        for (name, _), expr in zip(parts, rule.split(Take(source, key), config), strict=True):
+        whole = without_padding(Take(source, key), config, stored or {})
+        for (name, _), expr in zip(parts, rule.split(whole, config), strict=True):
             result[name] = expr
     return result
+
+
+def without_padding(take: Take, config: ModelConfig, stored: Layout) -> Expr:
+    """A stored tensor of Megatron's without the rows that a vocabulary was padded with."""
+    padded = padded_vocabulary(config.vocab_size)
+    if take.name not in VOCABULARY or take.name not in stored or padded == config.vocab_size:
+        return take
+    return Slice(take, 0, 0, config.vocab_size) if stored[take.name].shape[0] == padded else take

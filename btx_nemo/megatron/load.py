@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from btx_nemo.families.table import VOCABULARY
 from btx_nemo.plan.execute import TensorReader, evaluate
-from btx_nemo.plan.expr import Expr, infer
-from btx_nemo.plan.layout import TensorInfo
+from btx_nemo.plan.expr import Concat, Expr, Full, infer
+from btx_nemo.plan.layout import Layout, TensorInfo
 
 METADATA = {"non_homogeneous_layers": True, "distrib_optim_sharding_type": "fully_reshardable"}
 """How Megatron names what it saves: a key a layer, and optimizer state that any layout can load.
@@ -42,7 +43,7 @@ def load_weights(gpt: Any, expressions: Mapping[str, Expr], readers: Mapping[str
         if shard.key not in expressions:
             raise RuntimeError(f"no weights for {shard.key}; the plan has {sorted(expressions)[:5]} ...")
         info = TensorInfo(tuple(shard.global_shape), str(shard.data.dtype).removeprefix("torch."))
-        expression = expressions[shard.key]
+        expression = _padded(expressions[shard.key], shard.key, info, sources)
         found = infer(expression, sources, info).shape
         if tuple(found) != info.shape:
             raise RuntimeError(f"{shard.key}: the plan gives {list(found)}, the model has {list(info.shape)}")
@@ -53,6 +54,16 @@ def load_weights(gpt: Any, expressions: Mapping[str, Expr], readers: Mapping[str
     expected = sum(parameter.numel() for parameter in gpt.parameters()) + sum(_saved_buffers(gpt))
     if filled != expected:
         raise RuntimeError(f"{filled} of the model's {expected} numbers were given weights")
+
+
+def _padded(expression: Expr, key: str, info: TensorInfo, sources: Mapping[str, Layout]) -> Expr:
+    """The rows of a vocabulary, and zeros up to as many as the model has of them."""
+    if key not in VOCABULARY:
+        return expression
+    found = infer(expression, sources, info)
+    missing = info.shape[0] - found.shape[0]
+    zeros = Full(0.0, TensorInfo((missing, *found.shape[1:]), found.dtype))
+    return Concat((expression, zeros), 0) if missing > 0 else expression
 
 
 def _saved_buffers(gpt: Any) -> Iterator[int]:

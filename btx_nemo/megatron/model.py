@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from btx_nemo.config.schema import LayoutConfig, RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import attention_factor, inverse_frequencies
-from btx_nemo.families.table import dense_width
+from btx_nemo.families.table import dense_width, padded_vocabulary
 from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
 from btx_nemo.megatron.specs import block_spec
 from btx_nemo.routers import router_class
@@ -110,7 +111,7 @@ def build_model(
         block_spec(
             model, router or RouterConfig(), range(first, first + per_stage), transformer_engine=transformer_engine
         ),
-        vocab_size=model.vocab_size,
+        vocab_size=padded_vocabulary(model.vocab_size),
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
@@ -118,8 +119,24 @@ def build_model(
         pre_process=mpu.is_pipeline_first_stage(),
         post_process=mpu.is_pipeline_last_stage(),
     ).to(device())
+    if gpt.post_process and gpt.vocab_size != model.vocab_size:
+        gpt.output_layer.register_forward_hook(functools.partial(_never_predict, model.vocab_size))
     mark_tensor_parallel(gpt)
     mark_experts(gpt)
     # Megatron knows one fixed set of Llama 3's scaling numbers; the frequencies themselves leave nothing to guess.
     gpt.rotary_pos_emb.inv_freq = inverse_frequencies(model).to(device())
     return gpt
+
+
+def _never_predict(vocab_size: int, layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Hook of the output layer: the rows that pad the vocabulary get no probability, and so no gradient either.
+
+    logits [S, B, this rank's rows, or all where it gathers them].
+    """
+    from megatron.core import parallel_state as mpu
+
+    logits, bias = output
+    rows = layer.output_size_per_partition
+    first = 0 if logits.shape[-1] != rows else mpu.get_tensor_model_parallel_rank() * rows
+    padding = torch.arange(first, first + logits.shape[-1], device=logits.device) >= vocab_size
+    return logits.masked_fill(padding, torch.finfo(logits.dtype).min), bias

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.table import padded_vocabulary
 from btx_nemo.megatron.platform import backend, cpu_platform, select_device
 
 
@@ -32,7 +33,7 @@ def check_layout(layout: LayoutConfig, ranks: int, model: ModelConfig) -> None:
         ("tp", layout.tp, "num_attention_heads", model.num_attention_heads),
         ("tp", layout.tp, "num_query_groups", model.num_query_groups),
         ("tp", layout.tp, "ffn_hidden_size", model.ffn_hidden_size),
-        ("tp", layout.tp, "vocab_size", model.vocab_size),
+        ("tp", layout.tp, "vocab_size (padded)", padded_vocabulary(model.vocab_size)),
         ("tp", layout.tp, "shared_expert_intermediate_size", (moe and moe.shared_expert_intermediate_size) or 0),
         ("pp", layout.pp, "num_layers", model.num_layers),
         ("ep", layout.ep, "num_experts", moe.num_experts if moe else layout.ep),

@@ -10,7 +10,7 @@ from typing import Any
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import plain_frequencies, scales_rope
-from btx_nemo.megatron.attention import PlainRopeAttention, with_bias
+from btx_nemo.megatron.attention import plain_rope_attention, with_bias
 from btx_nemo.megatron.compat import has_transformer_engine, supported, with_linear_fc1, with_router
 from btx_nemo.megatron.norms import KeyNorm, PostNormAdd, QueryNorm, RMSNorm
 from btx_nemo.routers import router_class
@@ -67,7 +67,7 @@ def _attention(model: ModelConfig, attention: Any, scaled_rope: bool) -> Any:
     attention = dataclasses.replace(attention, submodules=submodules)
     if model.rope_scaling is not None and not scaled_rope:
         params = {**attention.params, "frequencies": plain_frequencies(model)}
-        attention = dataclasses.replace(attention, module=PlainRopeAttention, params=params)
+        attention = dataclasses.replace(attention, module=plain_rope_attention(), params=params)
     return attention
 
 

@@ -32,6 +32,11 @@ SAME = {
     "rope_theta": "rope_theta",
     "rope_scaling": "rope_scaling",
     "norm_eps": "rms_norm_eps",
+    "attention_bias": "attention_bias",
+    "qk_norm": "qk_norm",
+    "post_norm": "post_norm",
+    "sliding_window": "sliding_window",
+    "layer_types": "layer_types",
     "tie_word_embeddings": "tie_word_embeddings",
     "max_position_embeddings": "max_position_embeddings",
 }

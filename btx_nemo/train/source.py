@@ -13,8 +13,9 @@ from btx_nemo.errors import UserError
 from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.table import VOCABULARY, without_padding
 from btx_nemo.plan.execute import TensorReader
-from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, infer, substitute
+from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, bind, infer, substitute
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.routers import router_class
 
@@ -40,11 +41,17 @@ def fresh_source(model: ModelConfig, router: RouterConfig | None = None) -> Mode
     def weights(key: str) -> Expr:
         if "norm" in key:
             return Full(1.0)
+        if key.endswith(".bias"):
+            return Full(0.0)
         if key.endswith(("linear_proj.weight", "linear_fc2.weight")):
             return Normal(model.init_std / math.sqrt(2 * model.num_layers))
         return Normal(model.init_std)
 
-    source = ModelSource(model=model, expressions={key: weights(key) for key in to_megatron(model)})
+    expressions = {key: weights(key) for key in to_megatron(model)}
+    for key in set(expressions) & {*VOCABULARY}:  # a padded vocabulary must not change them
+        info = TensorInfo((model.vocab_size, model.hidden_size), "float32")
+        expressions[key] = bind(expressions[key], key, info)
+    source = ModelSource(model=model, expressions=expressions)
     return _with_router(source, router or RouterConfig(), stored=frozenset())
 
 
@@ -54,10 +61,18 @@ def open_source(folder: Path, moe: MoEOverride | None = None, router: RouterConf
     `moe` changes a mixture's routing rule; what its router needs and the source lacks starts fresh, as `router` says.
     Raises UserError when `folder` is none of these, or is damaged, or the rule cannot route in this model.
     """
-    source = families_source.open_source(folder)
+    return model_source(families_source.open_source(folder), moe, router)
+
+
+def model_source(
+    source: families_source.Source, moe: MoEOverride | None = None, router: RouterConfig | None = None
+) -> ModelSource:
+    """The same of a model that is open."""
     families_source.check_tied(source)
     expressions = {
-        key: substitute(expr, source.name, source.table) if source.kind == "hf" else Take(source.name, key)
+        key: substitute(expr, source.name, source.table)
+        if source.kind == "hf"
+        else without_padding(Take(source.name, key), source.config, source.reader.layout())
         for key, expr in to_megatron(source.config, source.name).items()
     }
     result = ModelSource(
@@ -117,9 +132,11 @@ def _shared_expert(model: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], Ex
     width, hidden = model.moe.shared_expert_intermediate_size if model.moe else None, model.hidden_size
     if not width:
         return {}
+    gate = model.moe is not None and model.moe.shared_expert_gate
     return {
         "shared_experts.linear_fc1.weight": ((2 * width, hidden), Normal(model.init_std)),
         "shared_experts.linear_fc2.weight": ((hidden, width), Full(0.0)),
+        **({"shared_experts.gate_weight": ((1, hidden), Full(0.0))} if gate else {}),
     }
 
 

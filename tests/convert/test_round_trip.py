@@ -104,7 +104,7 @@ def test_an_import_reads_each_byte_once_and_an_export_too(tmp_path: Path, monkey
         original(self, name, box, out)
 
     monkeypatch.setattr(DistReader, "read_into", counting)
-    export_hf(tmp_path / "ckpt", tmp_path / "back")
+    export_hf(tmp_path / "ckpt", tmp_path / "back", verify="false")
     assert sum(read) == sum(tensor.nbytes for tensor in load_folder(src).values())
 
 

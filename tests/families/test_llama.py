@@ -196,5 +196,5 @@ def test_what_cannot_be_held_is_refused_by_name(tmp_path: Path, change: dict, me
 
 
 def test_an_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match="unknown family 'x'; known: llama, olmo2, .*qwen3"):
+    with pytest.raises(UserError, match=r"unknown family 'x'; known: llama, olmo2, .*qwen3"):
         get_family("x")

@@ -1,0 +1,87 @@
+"""What we export loads in transformers 4.57 as it does in 5, and what 4.57 writes we read: nothing lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from btx_testing import transformers_4
+from btx_testing.models import FAMILIES, MIXTURES, hf_logits, make_model, probe_tokens
+from btx_testing.tensors import load_folder
+
+from btx_nemo.convert.to_hf import export_hf
+from btx_nemo.convert.to_megatron import import_hf
+from btx_nemo.families.architecture import read_config
+from btx_nemo.families.source import open_source
+
+pytestmark = pytest.mark.slow
+NAMES = [*FAMILIES, *MIXTURES]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment with transformers 4.57, and otherwise the packages of this one."""
+    folder = tmp_path_factory.mktemp("transformers-4") / "env"
+    venv.create(folder, with_pip=True)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    (site / "parent.pth").write_text(sysconfig.get_paths()["purelib"])
+    program = str(folder / "bin" / "python")
+    install = subprocess.run(
+        [program, "-m", "pip", "install", "-q", "transformers==4.57.*"], capture_output=True, text=True, timeout=500
+    )
+    if install.returncode:
+        pytest.skip(f"transformers 4.57 cannot be installed: {install.stderr.strip().splitlines()[-1]}")
+    return program
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("exported")
+    folders = {}
+    for number, name in enumerate(NAMES):
+        make_model(root / "src" / name, name, seed=number)
+        import_hf(root / "src" / name, root / "ckpt" / name)
+        export_hf(root / "ckpt" / name, root / name)
+        folders[name] = root / name
+    return folders
+
+
+@pytest.fixture(scope="module")
+def report(python: str, exported: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict:
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens.pt"
+    torch.save(probe_tokens(), tokens)
+    ran = subprocess.run(
+        [python, transformers_4.__file__, str(tokens), *map(str, exported.values())],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_has_equal_logits_in_both(report: dict, exported: dict[str, Path], name: str) -> None:
+    assert report["version"].startswith("4.57.")
+    folder = exported[name]
+    assert report[str(folder)] == {}
+    theirs = torch.load(folder / "logits.pt")
+    torch.testing.assert_close(theirs, hf_logits(folder, probe_tokens()), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_transformers_4_writes_is_read_as_the_same_model(
+    report: dict, exported: dict[str, Path], name: str
+) -> None:
+    ours, theirs = exported[name], exported[name] / "rewritten"
+    assert read_config(theirs) == read_config(ours)
+    source = open_source(theirs)
+    assert source.layout().keys() == open_source(ours).layout().keys()
+    original, rewritten = load_folder(ours), load_folder(theirs)
+    for key, tensor in rewritten.items():
+        assert torch.equal(tensor, original[key]), key
