@@ -122,6 +122,18 @@ def test_a_bf16_run_keeps_its_router_in_fp32(
     verify(run, hf)
 
 
+def test_routers_that_draw_are_not_held_to_their_logits(
+    world: TinyWorld, commands: CommandServer, domains: Path, tmp_path: Path
+) -> None:
+    more = {"moe__options__inference": "hard", "export": "false", "steps": 1}
+    train(world, commands, domains, world.mixture, tmp_path / "run", "sample_top1", **more)
+    for inference, said in (("hard", "logits not compared, since the routers draw"), ("argmax", "differ by at most")):
+        model = find_checkpoint(tmp_path / "run") / "model.json"  # type: ignore[operator]
+        model.write_text(model.read_text().replace('"hard"', f'"{inference}"'))
+        ended = commands.run("export", f"in={tmp_path / 'run'}", f"out={tmp_path / inference}")
+        assert ended.code == 0 and said in ended.out, ended.err
+
+
 def test_a_target_is_taken_only_when_exact(
     world: TinyWorld, commands: CommandServer, domains: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def megatron_continues(folder: str, prompt_BS: Tensor, count: int) -> tuple[Tens
     from btx_nemo.train.source import open_source
 
     source = open_source(Path(folder))
+    vocab = source.model.vocab_size
     with parallel_state(LayoutConfig(), seed=0):
         gpt = build_model(source.model, LayoutConfig(), transformer_engine=False)
         load_weights(gpt, source.expressions, source.readers, seed=0)
@@ -108,8 +109,8 @@ def megatron_continues(folder: str, prompt_BS: Tensor, count: int) -> tuple[Tens
         assert first is not None
         logits, ids = first, prompt_BS
         for _ in range(count):
-            ids = torch.cat((ids, logits[:, -1:].argmax(dim=-1)), dim=1)
+            ids = torch.cat((ids, logits[:, -1:, :vocab].argmax(dim=-1)), dim=1)
             following = model_logits(gpt, ids)
             assert following is not None
             logits = following
-        return first, ids
+        return first[..., :vocab], ids
