@@ -56,6 +56,7 @@ class BtxMoeRouter(nn.Module):
         super().__init__()
         self.kind, self.options = config.router, config.router_options
         self.experts, self.top_k, self.first = config.num_experts, config.num_experts_per_tok, layer == 0
+        self.groups = self.options["groups"] if self.kind == "divmoe" else 1
         hidden = config.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.experts, hidden)}
         if self.kind == "noisy_top_k":
@@ -98,7 +99,7 @@ class BtxMoeRouter(nn.Module):
             noise = torch.empty_like(logits_TE).exponential_().log_().neg_() if hard else 0.0
             return hard_top1_gates(logits_TE + noise)
         if self.kind == "divmoe":
-            return grouped_top_k_gates(logits_TE, self.options["groups"], self.top_k)
+            return grouped_top_k_gates(logits_TE, self.groups, self.top_k)
         if self.kind == "expert_choice":
             probs_TE = logits_TE.softmax(dim=-1)
             scores_TE = probs_TE if valid_T is None else probs_TE - 2.0 * ~valid_T[:, None]  # padding comes last
