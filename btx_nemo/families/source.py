@@ -17,6 +17,7 @@ from btx_nemo.checkpoints.dist_format import METADATA
 from btx_nemo.checkpoints.files import read_json, read_regular, write_json
 from btx_nemo.checkpoints.manifest import read_manifest
 from btx_nemo.checkpoints.reader import Reader
+from btx_nemo.checkpoints.respelled import respelled
 from btx_nemo.checkpoints.safetensors import SafetensorsReader
 from btx_nemo.checkpoints.tokenizer_files import special_ids
 from btx_nemo.checkpoints.torch_dist import DistReader
@@ -122,10 +123,22 @@ def _open_hf(folder: Path, name: str) -> Source:
     architecture = architecture_of(base, str(folder / "config.json"))
     config = architecture.read(base, str(folder / "config.json"))
     reader = SafetensorsReader(folder)
+    _check_counts(config, reader.layout(), folder)
     dropped = _unused(reader, config)
     if any(header.metadata.get("producer") == "btx_nemo" for header in reader.headers.values()):
         read_manifest(folder)
     return Source(name, folder, "hf", config, reader, architecture.shared(config, name), dropped, base, folder)
+
+
+def _check_counts(config: ModelConfig, stored: Layout, folder: Path) -> None:
+    """Settings that claim far more than is stored are refused before a table is made for all that they claim."""
+    experts = config.moe.num_experts if config.moe else 0
+    stacked = max((info.shape[0] for name, info in stored.items() if ".mlp.experts.experts." in name), default=0)
+    if config.num_layers > len(stored) or experts > max(len(stored), stacked):
+        raise UserError(
+            f"{folder}: settings of {config.num_layers} layers{f' and {experts} experts' if experts else ''}, but only "
+            f"{len(stored)} tensors are stored; are the settings those of these weights?"
+        )
 
 
 def _unused(reader: Reader, config: ModelConfig) -> dict[str, str]:
@@ -144,7 +157,8 @@ def _unused(reader: Reader, config: ModelConfig) -> dict[str, str]:
 def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
-    reader = DistReader(folder)
+    reader = respelled(DistReader(folder))
+    _check_counts(config, reader.layout(), folder)
     table = families.from_megatron(config, name, reader.layout())
     for shared in [shared for shared in table if parse_router(shared)]:
         expr = table[shared]
