@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST, read_manifest
-from btx_nemo.plan.layout import Layout
 from btx_nemo.plan.progress import human_bytes
 
 
 def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
     """Facts of a Hugging Face folder, a mixture, a Megatron checkpoint or a run directory (its latest checkpoint).
 
-    Keys: path, kind, family, dtype, bytes, parameters {total, active}, model (the architecture), moe (experts with
-    their origin, top_k, router) or None, training (step, optimizer state) or None, tokenizer, made_by (manifest) or
-    None. JSON values only. Raises UserError when the folder is not complete, or is none of these.
+    Keys: path, kind, family, dtype, bytes, parameters {total, active, parts}, model (the architecture), moe (experts
+    with their origin, top_k, router) or None, training (step, optimizer state) or None, tokenizer, made_by (manifest)
+    or None, sources (name -> path, layout_sha256) of what it was made of. JSON values only.
+    Raises UserError when the folder is not complete, or is none of these.
     """
+    from btx_nemo.families.parameters import count_parameters
     from btx_nemo.families.source import open_source
 
     source = open_source(Path(folder))
@@ -33,7 +33,7 @@ def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
         "family": config.family,
         "dtype": source.dtype,
         "bytes": sum(info.nbytes for info in stored.values()),
-        "parameters": count_parameters(layout, config.moe.num_experts if config.moe else 0, _top_k(config)),
+        "parameters": count_parameters(layout, config),
         "model": {
             key: getattr(config, key)
             for key in (
@@ -48,6 +48,11 @@ def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
                 "norm_eps",
                 "rope_theta",
                 "rope_scaling",
+                "attention_bias",
+                "qk_norm",
+                "post_norm",
+                "sliding_window",
+                "layer_types",
                 "tie_word_embeddings",
             )
         },
@@ -55,19 +60,8 @@ def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
         "training": _training(Path(folder), source, manifest),
         "tokenizer": any(source.tokenizer.glob("tokenizer*")) if source.tokenizer.is_dir() else False,
         "made_by": {k: v for k, v in manifest.items() if k not in ("files", "sources")} if manifest else None,
+        "sources": _sources(manifest),
     }
-
-
-def _top_k(config: Any) -> int:
-    return config.moe.top_k if config.moe else 0
-
-
-def count_parameters(layout: Layout, num_experts: int, top_k: int) -> dict[str, int]:
-    """Total parameters, and those that one token meets: everything, but only `top_k` of the experts."""
-    total = sum(prod(info.shape) for info in layout.values())
-    experts = sum(prod(info.shape) for name, info in layout.items() if ".experts." in name)
-    active = total - experts + (experts // num_experts * top_k if num_experts else 0)
-    return {"total": total, "active": active}
 
 
 def _mixture(config: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -104,6 +98,12 @@ def history_lines(history: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _sources(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a folder was made of, each with the hash over its tensors' names, shapes, dtypes and its files' sizes."""
+    stated = (manifest or {}).get("sources", {})
+    return {name: facts for name, facts in dict(stated).items() if isinstance(facts, dict)}
+
+
 def _training(folder: Path, source: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if source.kind != "megatron":
         return None
@@ -126,6 +126,9 @@ def print_inspection(facts: Mapping[str, Any]) -> None:
         f"{facts['path']}: {facts['kind']}, family {facts['family']}, {facts['dtype']}, {human_bytes(facts['bytes'])}"
     )
     print(f"parameters: {parameters['total']:,} in total, {parameters['active']:,} active per token")
+    for part, count in parameters["parts"].items():
+        active = f", {count['active']:,} active" if count["active"] != count["total"] else ""
+        print(f"  {part}: {count['total']:,}{active}")
     print("model: " + ", ".join(f"{key}={value}" for key, value in model.items()))
     moe = facts["moe"]
     if moe is None:
@@ -145,3 +148,5 @@ def print_inspection(facts: Mapping[str, Any]) -> None:
         print(f"made by: {made_by.get('tool')} {made_by.get('tool_version')} ({made_by.get('kind')})")
         for line in history_lines(made_by.get("history", [])):
             print(line)
+    for name, source in facts["sources"].items():
+        print(f"  {name}: {source.get('path')}  layout sha256 {str(source.get('layout_sha256'))[:12]}")

@@ -124,7 +124,8 @@ def compare_logits(a_BSV: Tensor, b_BSV: Tensor) -> LogitDifference:
 def compare_tensors(a: Source, b: Source, *, cast: bool = False) -> TensorDifference | None:
     """Every tensor of two models with the same names and shapes, block by block; None when all values are equal.
 
-    With `cast` the first model's values are first cast to the second's dtypes. Raises UserError when a source holds a value that is not finite.
+    With `cast` the first model's values are first cast to the second's dtypes. Raises UserError when a source holds a
+    value that is not finite.
     """
     layouts = a.layout(), b.layout()
     first: TensorDifference | None = None

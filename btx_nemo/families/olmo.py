@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (norms after the blocks, q and k normalised over all heads), FlexOlmo, and OLMoE, whose norms come first."""
+"""OLMo 2 and 3 (norms after the blocks, q and k normalised over all heads), FlexOlmo, and OLMoE (norms first)."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from btx_nemo.checkpoints.files import read_json, read_regular, write_json
 from btx_nemo.checkpoints.hub import local_folder
 from btx_nemo.checkpoints.manifest import read_manifest
 from btx_nemo.checkpoints.reader import Reader
+from btx_nemo.checkpoints.respelled import respelled
 from btx_nemo.checkpoints.safetensors import PRODUCER, SafetensorsReader
 from btx_nemo.checkpoints.tokenizer_files import special_ids
 from btx_nemo.checkpoints.torch_dist import DistReader
@@ -127,22 +128,42 @@ def _open_hf(folder: Path, name: str, allow_bin: bool) -> Source:
     architecture = architecture_of(base, str(folder / "config.json"))
     config = architecture.read(base, str(folder / "config.json"))
     reader = open_weights(folder, allow_bin)
-    dropped = {tensor: "recomputed from the configuration" for tensor in reader.layout() if BUFFERS.fullmatch(tensor)}
-    if not shared_width(config):  # what Qwen2Moe has of an expert of width zero
-        gates = [tensor for tensor in reader.layout() if SHARED_GATE.fullmatch(tensor)]
-        dropped |= dict.fromkeys(gates, "gates a shared expert of width 0")
-    dropped |= {tensor: "empty" for tensor, info in reader.layout().items() if not info.numel}
-    if config.tie_word_embeddings and "lm_head.weight" in reader.layout():
-        dropped["lm_head.weight"] = "tied: the embedding is the output layer"
+    _check_counts(config, reader.layout(), folder)
+    dropped = _unused(reader, config)
     if isinstance(reader, SafetensorsReader) and reader.producer == PRODUCER:
         read_manifest(folder)
     return Source(name, folder, "hf", config, reader, architecture.shared(config, name), dropped, base, folder)
 
 
+def _check_counts(config: ModelConfig, stored: Layout, folder: Path) -> None:
+    """Settings that claim far more than is stored are refused before a table is made for all that they claim."""
+    experts = config.moe.num_experts if config.moe else 0
+    stacked = max((info.shape[0] for name, info in stored.items() if ".mlp.experts.experts." in name), default=0)
+    if config.num_layers > len(stored) or experts > max(len(stored), stacked):
+        raise UserError(
+            f"{folder}: settings of {config.num_layers} layers{f' and {experts} experts' if experts else ''}, but only "
+            f"{len(stored)} tensors are stored; are the settings those of these weights?"
+        )
+
+
+def _unused(reader: Reader, config: ModelConfig) -> dict[str, str]:
+    """Stored tensors that say nothing of the model, and why."""
+    layout = reader.layout()
+    dropped = {name: "recomputed from the configuration" for name in layout if BUFFERS.fullmatch(name)}
+    if not shared_width(config):  # Qwen2Moe has one also then
+        gates = [name for name in layout if SHARED_GATE.fullmatch(name)]
+        dropped |= dict.fromkeys(gates, "gates a shared expert of width 0")
+    dropped |= {name: "empty" for name, info in layout.items() if not info.numel}
+    if config.tie_word_embeddings and "lm_head.weight" in layout:
+        dropped["lm_head.weight"] = "tied: the embedding is the output layer"
+    return dropped
+
+
 def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
-    reader = DistReader(folder)
+    reader = respelled(DistReader(folder))
+    _check_counts(config, reader.layout(), folder)
     table = families.from_megatron(config, name, reader.layout())
     for shared in [shared for shared in table if parse_router(shared)]:
         expr = table[shared]

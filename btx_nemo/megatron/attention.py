@@ -1,4 +1,4 @@
-"""What some families' attention has beyond Megatron's: a bias on the output alone, and rope that layers do not share."""
+"""What some families' attention has beyond Megatron's: a bias on the output alone, rope that layers do not share."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_logits_that_differ_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(to_megatron, "save_model_config", wrong)
     assert "tensors read back equal" in import_hf(src, tmp_path / "tensors")
-    with pytest.raises(CheckFailed, match="logits of the result differ by"):
+    with pytest.raises(CheckFailed, match="the result's logits differ by"):
         import_hf(src, tmp_path / "out", verify="true")
     assert not (tmp_path / "out").exists() and temporaries(tmp_path) == []
 

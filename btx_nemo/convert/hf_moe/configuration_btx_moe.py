@@ -92,7 +92,7 @@ class BtxMoeConfig(PretrainedConfig):
         if not hasattr(type(self), "rope_scaling"):  # in 5 it is an old name of rope_parameters
             self.rope_scaling = None if rope["rope_type"] == "default" else rope
         self.rope_parameters = {**rope, "rope_theta": self.rope_theta}
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
         self.tie_word_embeddings = tie_word_embeddings
 
     def attention_types(self) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from btx_testing.hf_moe import FAMILIES, OF_A_PASS, ROUTERS, SIZES, make_model, tokens
+from btx_testing.hf_moe import FAMILIES, OF_A_PASS, ROUTERS, SIZES, make_model, pairs, tokens
 from btx_testing.tensors import load_folder, same_bits
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,8 +46,7 @@ def close(a: Tensor, b: Tensor, atol: float = 2e-5) -> None:
     torch.testing.assert_close(a, b, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("router", [name for name in ROUTERS if name not in OF_A_PASS])
+@pytest.mark.parametrize(("router", "shape"), pairs([name for name in ROUTERS if name not in OF_A_PASS], SHAPES))
 def test_a_cache_changes_nothing(router: str, shape: str) -> None:
     model, ids = make_model(**ROUTERS[router], **SHAPES[shape]), tokens()
     expected = logits_of(model, ids)
@@ -61,8 +60,7 @@ def test_a_cache_changes_nothing(router: str, shape: str) -> None:
     assert torch.equal(words[:, 24], expected[:, -1].argmax(dim=-1))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(("router", "shape"), pairs(ROUTERS, SHAPES))
 def test_left_padding_changes_nothing(router: str, shape: str) -> None:
     """Nor does it take anybody's place in an expert with a capacity."""
     model = make_model(**ROUTERS[router], **SHAPES[shape])
@@ -148,8 +146,7 @@ def test_sample_top1_at_inference(inference: str) -> None:
     close(share_E, expected, atol=0.02)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(("router", "shape"), pairs(ROUTERS, SHAPES))
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path, router: str, shape: str) -> None:
     model, ids = make_model(**ROUTERS[router], **SHAPES[shape]), tokens()
     model.save_pretrained(tmp_path / "a")
@@ -371,9 +368,8 @@ def test_config_json_holds_all_of_a_model() -> None:
 
 
 def test_it_is_the_last_resort() -> None:
-    sizes = dict.fromkeys(
-        ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"), 4
-    )
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    sizes = dict.fromkeys(names, 4)
 
     def model(**moe: Any) -> ModelConfig:
         return ModelConfig(**sizes, head_dim=1, vocab_size=9, moe=MoEConfig(num_experts=4, **moe))
@@ -387,7 +383,7 @@ def test_it_is_the_last_resort() -> None:
         "btx_moe, which computes what the model does; mixtral has no place for a router (noisy_top_k)"
     )
     assert choose_architecture(model(), {"model_type": "btx_moe"}, "x") is ours  # a model stays what it was
-    with pytest.raises(UserError, match="btx_moe does not know moe.router=mine"):
+    with pytest.raises(UserError, match=r"btx_moe does not know moe\.router=mine"):
         choose_architecture(model(router="mine"), {}, "x")
     with pytest.raises(UserError, match="btx_moe is a mixture"):
         choose_architecture(ModelConfig(**sizes, head_dim=1, vocab_size=9), {}, "x", "btx_moe")

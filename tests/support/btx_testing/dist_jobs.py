@@ -38,3 +38,44 @@ def mcore_writes(folder: str, tensors: dict[str, torch.Tensor]) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     with cpu_platform():
         dist_checkpointing.save(state, folder, content_metadata={"kind": "test"})
+
+
+def grouped_experts(folder: str, metadata: dict[str, bool]) -> dict[str, torch.Tensor] | None:
+    """Saves a layer's experts in GroupedMLP's layout, two a rank, by its own sharded_state_dict; returns the rank's.
+
+    None where Megatron has no GroupedMLP (0.19). Nothing is computed with it: its kernels need a GPU.
+    """
+    import multiprocessing
+    from unittest import mock
+
+    from btx_nemo.config.schema import LayoutConfig
+    from btx_nemo.families.config import ModelConfig, MoEConfig
+    from btx_nemo.megatron.load import METADATA
+    from btx_nemo.megatron.model import transformer_config
+    from btx_nemo.megatron.parallel import parallel_state
+
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    layout = LayoutConfig(ep=2)
+    with parallel_state(layout, seed=0):
+        from megatron.core import dist_checkpointing
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.moe import experts, grouped_gemm_util
+
+        if not hasattr(experts, "GroupedMLP"):
+            return None
+        sizes = dict(num_attention_heads=2, num_query_groups=2, head_dim=4, vocab_size=16)
+        model = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=6, moe=MoEConfig(num_experts=4), **sizes)
+        config = transformer_config(model, layout)
+        with mock.patch.object(grouped_gemm_util, "assert_grouped_gemm_is_available"):
+            module = experts.GroupedMLP(2, config, ProcessGroupCollection.use_mpu_process_groups())
+        rank = torch.distributed.get_rank()
+        with torch.no_grad():
+            for number, parameter in enumerate(module.parameters()):
+                parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) + 1000 * rank + 10_000 * number)
+        spelling = {**METADATA, **metadata}
+        state = module.sharded_state_dict("decoder.layers.0.mlp.experts.", (), dict(spelling))
+        dist_checkpointing.save(state, folder, content_metadata=spelling)
+        # [H, experts x 2F] and [experts x F, H], as they lie in memory, by expert and transposed.
+        fc1 = module.weight1.detach().view(2, 8, 12).transpose(1, 2)
+        fc2 = module.weight2.detach().view(2, 6, 8).transpose(1, 2)
+        return {"linear_fc1": fc1.contiguous(), "linear_fc2": fc2.contiguous()}

@@ -43,8 +43,13 @@ def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) ->
         return model_logits(gpt, tokens)
 
 
-def megatron_saves(source: str, out: str, layout: dict[str, int], precision: str) -> None:
-    """Builds a live GPTModel from any model folder and saves it by Megatron's dist_checkpointing.save."""
+def megatron_saves(
+    source: str, out: str, layout: dict[str, int], precision: str, metadata: dict[str, bool] | None = None
+) -> None:
+    """Builds a live GPTModel from any model folder and saves it by Megatron's dist_checkpointing.save.
+
+    `metadata` replaces ours, which says how keys are spelled.
+    """
     from megatron.core import dist_checkpointing
 
     from btx_nemo.checkpoints.manifest import write_manifest
@@ -63,7 +68,8 @@ def megatron_saves(source: str, out: str, layout: dict[str, int], precision: str
         if dist.get_rank() == 0:
             Path(out).mkdir()
         dist.barrier()
-        dist_checkpointing.save(gpt.sharded_state_dict(metadata=dict(METADATA)), out, content_metadata=dict(METADATA))
+        spelling = {**METADATA, **(metadata or {})}
+        dist_checkpointing.save(gpt.sharded_state_dict(metadata=dict(spelling)), out, content_metadata=spelling)
         dist.barrier()
         if dist.get_rank() == 0:
             save_model_config(model.model, Path(out))

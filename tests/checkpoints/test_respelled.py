@@ -1,0 +1,77 @@
+"""Megatron's other spellings of a checkpoint's keys, written by Megatron itself: the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from btx_testing import dist_jobs, law_jobs
+from btx_testing.models import make_model
+from btx_testing.pool import RankPool
+from btx_testing.tensors import MemoryReader, load_folder, same_bits
+
+from btx_nemo.checkpoints.respelled import respelled
+from btx_nemo.checkpoints.torch_dist import DistReader
+from btx_nemo.convert.to_hf import export_hf
+from btx_nemo.errors import UserError
+
+SPELLINGS = {
+    "a key an expert": {"singleton_local_shards": True},
+    "an axis over layers": {"non_homogeneous_layers": False},
+}
+
+
+@pytest.mark.parametrize("layout", [{"ep": 4}, {"tp": 2, "pp": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3"])
+def test_every_spelling_is_exported_as_the_same_bits(
+    ranks: RankPool, tmp_path: Path, name: str, spelling: str, layout: dict[str, int]
+) -> None:
+    src = make_model(tmp_path / "src", name, seed=8)
+    layout = layout if name == "mixtral" else {**layout, "ep": 1}
+    ranks.run(law_jobs.megatron_saves, str(src), str(tmp_path / "ckpt"), layout, "fp32", SPELLINGS[spelling], ranks=4)
+    stored = DistReader(tmp_path / "ckpt").layout()
+    if "layers" in spelling and name != "mixtral":  # a list of the layers that are mixtures makes Megatron tell them apart
+        assert "decoder.layers.self_attention.linear_qkv.weight" in stored
+    if "expert" in spelling and name == "mixtral":
+        assert any(key.endswith("experts.experts.3.linear_fc1.weight_w") for key in stored)
+    export_hf(tmp_path / "ckpt", tmp_path / "back")
+    assert same_bits(load_folder(src), load_folder(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"singleton_local_shards": True}], ids=["stacked", "a key an expert"])
+def test_grouped_experts_are_read_as_sequential_ones(ranks: RankPool, tmp_path: Path, metadata: dict[str, bool]) -> None:
+    """Transformer Engine's grouped layers, which no CPU builds, use the same keys by the same code of Megatron's."""
+    (tmp_path / "ckpt").mkdir()
+    saved = ranks.run(dist_jobs.grouped_experts, str(tmp_path / "ckpt"), metadata, ranks=2)
+    if saved[0] is None:
+        pytest.skip("this Megatron-Core has no GroupedMLP")
+    reader = respelled(DistReader(tmp_path / "ckpt"))
+    for name in ("linear_fc1", "linear_fc2"):
+        read = reader.read(f"decoder.layers.0.mlp.experts.experts.{name}.weight")
+        assert torch.equal(read, torch.cat([rank[name] for rank in saved]))
+
+
+def test_parts_are_read_alone() -> None:
+    tensors = {
+        f"decoder.layers.mlp.experts.experts.{e}.linear_fc1.weight_{half}": torch.randn(3, 4, 5)
+        for e in range(3)
+        for half in "wv"
+    } | {"output_layer.weight": torch.randn(6, 5)}
+    memory = MemoryReader(tensors)
+    reader = respelled(memory)
+    key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
+    assert reader.layout()[key].shape == (3, 8, 5) and len(reader.layout()) == 4
+    part = reader.read(key, [slice(1, 3), slice(2, 7), slice(1, 4)])
+    whole = torch.stack(
+        [torch.cat([tensors[f"decoder.layers.mlp.experts.experts.{e}.linear_fc1.weight_{h}"][1] for h in "wv"]) for e in range(3)]
+    )  # fmt: skip
+    assert torch.equal(part, whole[1:3, 2:7, 1:4]) and memory.elements_read == part.numel()
+    assert respelled(MemoryReader({"a": torch.ones(1)})).layout().keys() == {"a"}
+
+
+def test_a_missing_expert_is_named() -> None:
+    key = "decoder.layers.0.mlp.experts.experts.{}.linear_fc2.weight"
+    with pytest.raises(UserError, match="of expert 1 is missing, although there are 2"):
+        respelled(MemoryReader({key.format(e): torch.ones(2, 2) for e in (0, 2)}))
