@@ -25,7 +25,11 @@ MEGATRON = (
     "doctor.py",
 )
 """May import megatron.core, as may every router file of its own."""
-EAGER = ("routers/base.py", "routers/", "convert/hf_moe/configuration", "convert/hf_moe/modeling")
+EAGER = (
+    "routers/base.py",
+    "routers/",
+    *(f"convert/hf_moe/{part}" for part in ("attention", "configuration", "modeling")),
+)
 """May do so at module level: they are imported by name, once a model is built."""
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sysconfig
-import venv
 from pathlib import Path
 
 import pytest
@@ -24,22 +22,6 @@ NAMES = [*FAMILIES, *MIXTURES]
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Python of an environment with transformers 4.57, and otherwise the packages of this one."""
-    folder = tmp_path_factory.mktemp("transformers-4") / "env"
-    venv.create(folder, with_pip=True)
-    (site,) = folder.glob("lib/python3*/site-packages")
-    (site / "parent.pth").write_text(sysconfig.get_paths()["purelib"])
-    program = str(folder / "bin" / "python")
-    install = subprocess.run(
-        [program, "-m", "pip", "install", "-q", "transformers==4.57.*"], capture_output=True, text=True, timeout=500
-    )
-    if install.returncode:
-        pytest.skip(f"transformers 4.57 cannot be installed: {install.stderr.strip().splitlines()[-1]}")
-    return program
-
-
-@pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("exported")
     folders = {}
@@ -52,11 +34,11 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def report(python: str, exported: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict:
+def report(transformers4: str, exported: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict:
     tokens = tmp_path_factory.mktemp("tokens") / "tokens.pt"
     torch.save(probe_tokens(), tokens)
     ran = subprocess.run(
-        [python, transformers_4.__file__, str(tokens), *map(str, exported.values())],
+        [transformers4, transformers_4.__file__, str(tokens), *map(str, exported.values())],
         capture_output=True,
         text=True,
         timeout=500,

@@ -78,8 +78,8 @@ def test_a_resumed_run_is_the_run(
     ended = commands.run(*world.arguments("tiny_mix", tmp_path / "more", **more))
     assert ended.code == 0, ended.err
     ended = commands.run("export", f"in={out}", f"out={tmp_path / 'hf'}")
-    assert ended.code == 2 and "mixtral cannot compute moe.router=" + name.split("-")[0] in ended.err
-    assert not (tmp_path / "hf").exists()
+    assert ended.code == 0 and "btx_moe, which computes what the model does; mixtral" in ended.out, ended.err
+    assert "logits on the probe differ by at most" in ended.out
     if name == "nexus":
         embeddings = again["decoder.layers.1.mlp.router.domain_embeddings"]
         assert torch.equal(embeddings, torch.randn(4, 6, generator=torch.Generator().manual_seed(1)))

@@ -1,4 +1,4 @@
-"""Our own Hugging Face model, `BtxMoeForCausalLM`: every router over every family, for what no other architecture holds.
+"""Our own Hugging Face model, `BtxMoeForCausalLM`: every router over every family, where no other is exact.
 
 The files `*_btx_moe.py` need torch and transformers alone. A copy of them lies in each folder that is exported so, for
 `trust_remote_code=True`; where btx_nemo is installed, `register_auto_classes` makes that unnecessary.

@@ -63,7 +63,9 @@ class BtxMoeConfig(PretrainedConfig):
         if router not in ROUTERS:
             raise ValueError(f"router={router!r}: unknown; known: {', '.join(ROUTERS)}")
         if router in ONE_EXPERT and num_experts_per_tok != 1:
-            raise ValueError(f"router={router!r} sends a token to one expert, not num_experts_per_tok={num_experts_per_tok}")
+            raise ValueError(
+                f"router={router!r} sends a token to one expert, not num_experts_per_tok={num_experts_per_tok}"
+            )
         self.vocab_size, self.hidden_size, self.intermediate_size = vocab_size, hidden_size, intermediate_size
         self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
         self.num_key_value_heads, self.head_dim = num_key_value_heads, head_dim
@@ -90,7 +92,7 @@ class BtxMoeConfig(PretrainedConfig):
         if not hasattr(type(self), "rope_scaling"):  # in 5 it is an old name of rope_parameters
             self.rope_scaling = None if rope["rope_type"] == "default" else rope
         self.rope_parameters = {**rope, "rope_theta": self.rope_theta}
-        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
         self.tie_word_embeddings = tie_word_embeddings
 
     def attention_types(self) -> list[str]:

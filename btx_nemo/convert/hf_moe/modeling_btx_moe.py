@@ -1,7 +1,7 @@
 """`BtxMoeForCausalLM`. Needs torch and transformers (4.57 or 5) alone: it is exported beside the weights.
 
 Differences between versions of transformers are met by what is there, not by version.
-Shape suffixes: B batch, S sequence, H hidden, T = S * B tokens (by position, then by sequence), E experts, K key length.
+Shape suffixes: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens, E experts.
 """
 
 from __future__ import annotations
@@ -13,32 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
+from .attention_btx_moe import BtxMoeAttention, BtxMoeRMSNorm, BtxMoeRotary
 from .configuration_btx_moe import BtxMoeConfig
-from .routing_btx_moe import (
-    capacity_of,
-    expert_choice_selection,
-    grouped_top_k_gates,
-    hard_top1_gates,
-    pad_rows,
-    project_domains,
-    soft_gates,
-    top_k_gates,
-    with_penalty,
-    within_capacity,
-)
+from .experts_btx_moe import BtxMoeBlock, BtxMoeMLP, BtxMoeRouter
 
 CACHE = {"cache", "past_key_values"} & {field.name for field in dataclasses.fields(MoeModelOutputWithPast)}
 """What this transformers calls the cache."""
-UPDATE_TAKES = inspect.signature(Cache.update).parameters
 MASKS = {
     kind: (make, inspect.signature(make).parameters)
     for kind, make in (
@@ -47,264 +33,6 @@ MASKS = {
     )
 }
 LOADS_BY_PATTERN = importlib.util.find_spec("transformers.core_model_loading") is not None
-
-
-class BtxMoeRMSNorm(nn.Module):
-    """Normalises in fp32 and scales in the input's dtype, over the last dimension."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-class BtxMoeRotary:
-    """Cosines and sines of the rotary embedding. No module: nothing of it is saved, cast or initialised."""
-
-    def __init__(self, config: BtxMoeConfig):
-        self.config = config
-        self.frequencies: dict[tuple[bool, torch.device], tuple[Tensor, float]] = {}
-
-    def __call__(self, x: Tensor, positions_BS: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-        scaled = kind == "full_attention" or not self.config.rope_scaling_full_attention_only
-        key = (scaled, x.device)
-        if key not in self.frequencies:
-            self.frequencies[key] = self._frequencies(*key)
-        inverse, scale = self.frequencies[key]
-        with torch.autocast(x.device.type, enabled=False):
-            angles = positions_BS[..., None].float() * inverse
-            angles = torch.cat((angles, angles), dim=-1)
-            return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
-
-    def _frequencies(self, scaled: bool, device: torch.device) -> tuple[Tensor, float]:
-        rope = self.config.rope_parameters
-        if scaled and rope["rope_type"] != "default":
-            return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
-        size = self.config.head_dim
-        exponents = torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, heads, S, D] turned by angles [B, S, D]."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
-
-
-def eager_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
-    dropout: float = 0.0, **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention in plain torch: [B, heads, S, D] and [B, groups, K, D] -> [B, S, heads, D], and its weights."""
-    key, value = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scaling
-    if mask is not None:
-        scores = scores + mask[..., : key.shape[-2]]
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
-class BtxMoeAttention(nn.Module):
-    """Grouped-query attention with rotary embedding; biases, query and key norms and a window where the family has them."""
-
-    def __init__(self, config: BtxMoeConfig, layer: int):
-        super().__init__()
-        self.config, self.layer_idx, self.head_dim = config, layer, config.head_dim
-        heads, groups, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
-        self.num_key_value_groups, self.scaling, self.is_causal = heads // groups, self.head_dim**-0.5, True
-        sliding = config.attention_types()[layer] == "sliding_attention"
-        self.sliding_window = config.sliding_window if sliding else None
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(hidden, count * self.head_dim, bias=config.attention_bias != "none")
-            for count in (heads, groups, groups)
-        )
-        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias == "all")
-        if config.qk_norm != "none":
-            sizes = (heads, groups) if config.qk_norm == "full" else (1, 1)
-            self.q_norm, self.k_norm = (BtxMoeRMSNorm(n * self.head_dim, config.rms_norm_eps) for n in sizes)
-
-    def forward(
-        self, hidden_BSH: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any, cache: Any, places_S: Tensor,
-        more: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        split = (*hidden_BSH.shape[:2], -1, self.head_dim)
-        query, key, value = self.q_proj(hidden_BSH), self.k_proj(hidden_BSH), self.v_proj(hidden_BSH)
-        if self.config.qk_norm == "full":
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key, value = query.view(split), key.view(split), value.view(split)
-        if self.config.qk_norm == "head":
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query.transpose(1, 2), *cos_sin), rotate(key.transpose(1, 2), *cos_sin)
-        value = value.transpose(1, 2)
-        if cache is not None:
-            takes = {"cache_kwargs": {"cache_position": places_S}} if "cache_kwargs" in UPDATE_TAKES else {}
-            key, value = cache.update(key, value, self.layer_idx, **takes)
-        name = self.config._attn_implementation
-        attend = eager_attention if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
-        dropout = self.config.attention_dropout if self.training else 0.0
-        out, weights = attend(
-            self, query, key, value, mask, scaling=self.scaling, dropout=dropout,
-            sliding_window=self.sliding_window, **more,
-        )  # fmt: skip
-        return self.o_proj(out.reshape(*hidden_BSH.shape[:2], -1).contiguous()), weights
-
-
-class BtxMoeMLP(nn.Module):
-    """W_down(silu(W_gate x) * W_up x); with a gate per token, the product is scaled by it before W_down, as in Megatron."""
-
-    def __init__(self, hidden: int, width: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, width, bias=False)
-        self.up_proj = nn.Linear(hidden, width, bias=False)
-        self.down_proj = nn.Linear(width, hidden, bias=False)
-
-    def forward(self, x: Tensor, gates_T: Tensor | None = None) -> Tensor:
-        inner = silu(self.gate_proj(x)) * self.up_proj(x)
-        if gates_T is not None:
-            inner = (inner * gates_T[:, None]).to(inner.dtype)
-        return self.down_proj(inner)
-
-
-class BtxMoeRouter(nn.Module):
-    """Which experts a token is sent to, and with what weight. All of it is fp32, whatever the model's dtype."""
-
-    def __init__(self, config: BtxMoeConfig, layer: int):
-        super().__init__()
-        self.kind, self.options = config.router, config.router_options
-        self.experts, self.top_k, self.first = config.num_experts, config.num_experts_per_tok, layer == 0
-        hidden = config.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"weight": (self.experts, hidden)}
-        if self.kind == "noisy_top_k":
-            shapes["noise_weight"] = (self.experts, hidden)  # of no use but in training with btx_nemo
-        if self.kind == "flexolmo" and self.options.get("bias"):
-            shapes["penalty"] = (self.experts - 1,)
-        if self.kind == "nexus":
-            size = self.options["embedding_size"]
-            shapes = {"w1": (2 * hidden, size), "w2": (hidden, hidden)}
-            self.register_buffer("domain_embeddings", torch.empty(self.experts, size, dtype=torch.float32))
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=torch.float32)))
-        self._cached: Tensor | None = None
-
-    def forward(self, hidden_TH: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits, gates, the selection, and what of it is carried out, all [T, E]; padding is sent nowhere."""
-        with torch.autocast(hidden_TH.device.type, enabled=False):
-            logits_TE = self._logits(hidden_TH.float())
-            gates_TE, selected_TE = self._route(logits_TE, valid_T)
-        kept_TE = selected_TE if valid_T is None else selected_TE & valid_T[:, None]
-        if self.kind == "switch":
-            factor = self.options.get("capacity_factor", 1.5)
-            if factor:
-                kept_TE = within_capacity(kept_TE, self._capacity(factor, kept_TE.shape[0], valid_T))
-        return logits_TE, gates_TE, selected_TE, kept_TE
-
-    def _logits(self, hidden_TH: Tensor) -> Tensor:
-        if self.kind == "nexus":
-            return (hidden_TH @ self._expert_embeddings().T)[:, : self.experts]
-        logits_TE = linear(hidden_TH, self.weight)
-        return logits_TE if getattr(self, "penalty", None) is None else with_penalty(logits_TE, self.penalty)
-
-    def _route(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor]:
-        option = self.options.get
-        if self.kind == "soft" or (self.kind == "sample_top1" and self.first):
-            return soft_gates(logits_TE)
-        if self.kind == "sample_top1":
-            hard = option("inference", "argmax") == "hard"
-            noise = torch.empty_like(logits_TE).exponential_().log_().neg_() if hard else 0.0
-            return hard_top1_gates(logits_TE + noise)
-        if self.kind == "divmoe":
-            return grouped_top_k_gates(logits_TE, option("groups"), self.top_k)
-        if self.kind == "expert_choice":
-            probs_TE = logits_TE.softmax(dim=-1)
-            scores_TE = probs_TE if valid_T is None else probs_TE - 2.0 * ~valid_T[:, None]  # padding comes last
-            capacity = int(self._capacity(option("capacity_factor", 2.0), len(logits_TE), valid_T))
-            selected_TE = expert_choice_selection(scores_TE, capacity)
-            return probs_TE * selected_TE, selected_TE
-        # Noisy top-k has no noise here; switch, nexus and flexolmo take a share of the full softmax.
-        before = self.kind in ("switch", "nexus", "flexolmo") or option("softmax") == "before"
-        renormalise = self.kind == "top_k" and option("renormalise", True)
-        return top_k_gates(logits_TE, self.top_k, softmax_before=before, renormalise=renormalise)
-
-    def _capacity(self, factor: float, tokens: int, valid_T: Tensor | None) -> Any:
-        return capacity_of(tokens if valid_T is None else valid_T.sum().clamp(min=1), self.experts, factor)
-
-    def _expert_embeddings(self) -> Tensor:
-        if self._cached is None or self.training or torch.is_grad_enabled():
-            self._cached = None
-            embeddings = project_domains(pad_rows(self.domain_embeddings), self.w1, self.w2)
-            if self.training or torch.is_grad_enabled():
-                return embeddings
-            self._cached = embeddings
-        return self._cached
-
-    def train(self, mode: bool = True) -> BtxMoeRouter:
-        """Forgets the cached embeddings: weights may have changed."""
-        self._cached = None
-        return super().train(mode)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._cached = None
-        super()._load_from_state_dict(*args, **kwargs)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves between devices; a cast of the model leaves it fp32."""
-        self._cached = None
-
-        def moved(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            return result if result.dtype == tensor.dtype else tensor.to(result.device)
-
-        return super()._apply(moved, recurse)
-
-
-class BtxMoeBlock(nn.Module):
-    """Router, routed experts and, for some, an expert that every token passes."""
-
-    def __init__(self, config: BtxMoeConfig, layer: int):
-        super().__init__()
-        hidden, shared = config.hidden_size, config.shared_expert_intermediate_size
-        self.gate = BtxMoeRouter(config, layer)
-        self.experts = nn.ModuleList(BtxMoeMLP(hidden, config.intermediate_size) for _ in range(config.num_experts))
-        self.shared_expert = BtxMoeMLP(hidden, shared) if shared else None
-        gated = bool(shared and config.shared_expert_gate)
-        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False) if gated else None
-
-    def forward(self, hidden_BSH: Tensor, valid_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Output [B, S, H], logits and selection [B * S, E]. Tokens are taken by position first, as in Megatron."""
-        batch, length = hidden_BSH.shape[:2]
-        hidden_TH = hidden_BSH.transpose(0, 1).flatten(0, 1)
-        valid_T = None if valid_BS is None else valid_BS.T.flatten()
-        logits_TE, gates_TE, selected_TE, kept_TE = self.gate(hidden_TH, valid_T)
-        out_TH = self._mix(hidden_TH, gates_TE, kept_TE)
-        if self.shared_expert is not None:
-            shared_TH = self.shared_expert(hidden_TH)
-            if self.shared_expert_gate is not None:
-                shared_TH = self.shared_expert_gate(hidden_TH).sigmoid() * shared_TH
-            out_TH = out_TH + shared_TH
-
-        def by_sequence(x_TX: Tensor) -> Tensor:
-            return x_TX.unflatten(0, (length, batch)).transpose(0, 1)
-
-        return by_sequence(out_TH), by_sequence(logits_TE).flatten(0, 1), by_sequence(selected_TE).flatten(0, 1)
-
-    def _mix(self, hidden_TH: Tensor, gates_TE: Tensor, kept_TE: Tensor) -> Tensor:
-        """Sum of the experts' outputs: the tokens of all experts in one gather and one scatter, expert by expert."""
-        kept_ET = kept_TE.T
-        _, token_P = kept_ET.nonzero(as_tuple=True)
-        counts = kept_ET.sum(dim=1).tolist()
-        inputs, gates = hidden_TH[token_P].split(counts), gates_TE.T[kept_ET].split(counts)
-        outputs = [
-            expert(x, g)
-            for expert, x, g in zip(self.experts, inputs, gates)
-            if len(x) or self.training  # in training each expert has a gradient on every rank
-        ]
-        out_TH = torch.zeros_like(hidden_TH)
-        return out_TH.index_add(0, token_P, torch.cat(outputs).to(out_TH.dtype)) if outputs else out_TH
 
 
 class BtxMoeDecoderLayer(GradientCheckpointingLayer):
@@ -331,7 +59,11 @@ class BtxMoeDecoderLayer(GradientCheckpointingLayer):
         inner = hidden_BSH if self.post_norm else self.input_layernorm(hidden_BSH)
         inner, weights = self.self_attn(inner, cos_sin, mask, cache, places_S, more)
         hidden_BSH = hidden_BSH + (self.post_attention_layernorm(inner) if self.post_norm else inner)
-        inner, logits, selected = hidden_BSH if self.post_norm else self.post_attention_layernorm(hidden_BSH), None, None
+        inner, logits, selected = (
+            hidden_BSH if self.post_norm else self.post_attention_layernorm(hidden_BSH),
+            None,
+            None,
+        )
         if isinstance(self.mlp, BtxMoeBlock):
             inner, logits, selected = self.mlp(inner, valid_BS)
         else:
@@ -362,21 +94,27 @@ class BtxMoePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     @classmethod
-    def from_pretrained(cls, folder: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+    def from_pretrained(  # type: ignore[override]
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
         """As in transformers, but a weight that is missing is an error and not a random one."""
-        model, info = super().from_pretrained(folder, *args, output_loading_info=True, **kwargs)
+        folder, kwargs["output_loading_info"] = pretrained_model_name_or_path, True
+        loaded: Any = super().from_pretrained(folder, *args, **kwargs)
+        model, info = loaded
         missing = sorted(info["missing_keys"])
         if missing:
             raise ValueError(f"{folder}: {missing[0]} is missing ({len(missing)} in all); copy the folder again")
         unused = sorted(key for key in info["unexpected_keys"] if ".layers." in f".{key}")
         if unused and getattr(model, "hf_quantizer", None) is None:
-            raise ValueError(f"{folder}: {unused[0]} has no place in this model; is it the config.json of these weights?")
+            raise ValueError(
+                f"{folder}: {unused[0]} has no place in this model; is it the config.json of these weights?"
+            )
         return (model, info) if output_loading_info else model
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, BtxMoeRouter):
-            for name, value in (*module.named_parameters(), *module.named_buffers()):
+            for name, value in module.named_parameters():
                 if name in ("noise_weight", "penalty"):
                     nn.init.zeros_(value)
                 else:
@@ -425,27 +163,24 @@ class BtxMoeModel(BtxMoePreTrainedModel):
         masks = self._masks(hidden_BSH, attention_mask, cache, positions_BS, places_S)
         flat = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         valid_BS = attention_mask[:, -length:].bool() if flat else None
-        kinds = set(self.attention_types)
-        angles = {kind: self.rotary(hidden_BSH, positions_BS, kind) for kind in kinds}
-        states, results = [hidden_BSH], []
+        angles = {kind: self.rotary(hidden_BSH, positions_BS, kind) for kind in set(self.attention_types)}
+        asked = {
+            "hidden_states": self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
+            "attentions": self.config.output_attentions if output_attentions is None else output_attentions,
+            "router_logits": self.config.output_router_logits if output_router_logits is None else output_router_logits,
+        }
+        asked["selected_experts"] = asked["router_logits"]
+        found: dict[str, tuple[Tensor, ...]] = {name: () for name, wanted in asked.items() if wanted}
         for layer, kind in zip(self.layers, self.attention_types):
+            before_BSH = hidden_BSH
             hidden_BSH, *rest = layer(hidden_BSH, angles[kind], masks[kind], valid_BS, cache, places_S, kwargs)
-            states.append(hidden_BSH)
-            results.append(rest)
-        states[-1] = self.norm(hidden_BSH)
-        attentions, logits, selected = zip(*results)
-
-        def given(asked: bool | None, name: str, values: Any) -> tuple[Tensor, ...] | None:
-            return tuple(x for x in values if x is not None) if (getattr(self.config, name) if asked is None else asked) else None
-
-        return BtxMoeModelOutput(
-            last_hidden_state=states[-1],
-            hidden_states=given(output_hidden_states, "output_hidden_states", states),
-            attentions=given(output_attentions, "output_attentions", attentions),
-            router_logits=given(output_router_logits, "output_router_logits", logits),
-            selected_experts=given(output_router_logits, "output_router_logits", selected),
-            **dict.fromkeys(CACHE, cache),
-        )
+            for name, value in zip(asked, (before_BSH, *rest)):
+                if name in found and value is not None:
+                    found[name] += (value,)
+        hidden_BSH = self.norm(hidden_BSH)
+        if "hidden_states" in found:
+            found["hidden_states"] += (hidden_BSH,)
+        return BtxMoeModelOutput(last_hidden_state=hidden_BSH, **found, **dict.fromkeys(CACHE, cache))  # type: ignore[arg-type]
 
     def _cache(self, cache: Any, use_cache: bool | None) -> Any:
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
@@ -456,7 +191,9 @@ class BtxMoeModel(BtxMoePreTrainedModel):
             return DynamicCache(config=self.config)
         return cache
 
-    def _masks(self, hidden_BSH: Tensor, mask: Any, cache: Any, positions_BS: Tensor, places_S: Tensor) -> dict[str, Any]:
+    def _masks(
+        self, hidden_BSH: Tensor, mask: Any, cache: Any, positions_BS: Tensor, places_S: Tensor
+    ) -> dict[str, Any]:
         if isinstance(mask, dict):  # made by generate(), for a static cache
             return mask
         known = {
@@ -544,7 +281,8 @@ class BtxMoeForCausalLM(BtxMoePreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = aux_loss = None
+        loss: Any = None
+        aux_loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         if outputs.router_logits is not None:

@@ -65,6 +65,16 @@ OF_A_PASS = ("switch", "expert_choice")
 """What they do with a token depends on the others of the pass."""
 
 
+def pairs(routers: Any, families: Any) -> list[Any]:
+    """Every router over Llama and one router over every family quickly; all of them in the slow suite."""
+    import pytest
+
+    def marks(router: str, family: str) -> Any:
+        return () if family == "llama" or router == "divmoe" else pytest.mark.slow
+
+    return [pytest.param(router, family, marks=marks(router, family)) for family in families for router in routers]
+
+
 def make_model(seed: int = 0, **changes: Any) -> Any:
     """A `BtxMoeForCausalLM` in evaluation mode, nothing in it at a value that could hide a lost tensor."""
     from btx_nemo.convert.hf_moe.configuration_btx_moe import BtxMoeConfig
@@ -74,7 +84,7 @@ def make_model(seed: int = 0, **changes: Any) -> Any:
     randomise(model, seed, std=0.15)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
+        for name, value in model.named_parameters():
             if name.endswith((".gate.weight", ".domain_embeddings", ".w1", ".w2")):
                 value.normal_(std=0.6, generator=generator)
             elif name.endswith(".penalty"):
@@ -89,7 +99,7 @@ def tokens(batch: int = 2, length: int = 24, seed: int = 3, vocab: int = 96) -> 
 
 
 def megatron_continues(folder: str, prompt_BS: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Megatron's logits on the prompt, and the prompt with `count` most likely tokens: a full pass for each.
+    """The prompt with `count` most likely tokens, a full pass of Megatron's for each, and the logits on all of it.
 
     To be called on one rank.
     """
@@ -100,16 +110,14 @@ def megatron_continues(folder: str, prompt_BS: Tensor, count: int) -> tuple[Tens
     from btx_nemo.megatron.parallel import parallel_state
     from btx_nemo.train.source import open_source
 
-    source = open_source(Path(folder))
+    source, ids_BS = open_source(Path(folder)), prompt_BS
     with parallel_state(LayoutConfig(), seed=0):
         gpt = build_model(source.model, LayoutConfig(), transformer_engine=False)
         load_weights(gpt, source.expressions, source.readers, seed=0)
-        first = model_logits(gpt, prompt_BS)
-        assert first is not None
-        logits, ids = first, prompt_BS
-        for _ in range(count):
-            ids = torch.cat((ids, logits[:, -1:].argmax(dim=-1)), dim=1)
-            following = model_logits(gpt, ids)
-            assert following is not None
-            logits = following
-        return first, ids
+        while True:
+            logits = model_logits(gpt, ids_BS)
+            assert logits is not None
+            logits = logits[..., : source.model.vocab_size]
+            if ids_BS.shape[1] == prompt_BS.shape[1] + count:
+                return ids_BS, logits
+            ids_BS = torch.cat((ids_BS, logits[:, -1:].argmax(dim=-1)), dim=1)
