@@ -9,6 +9,7 @@ from typing import Any
 
 from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST
+from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.extras import Extra
@@ -19,10 +20,7 @@ def history_of(
     seed: Source, config: MixConfig, recipe: Recipe, options: Any, mixture: Mixture, extras: Mapping[str, Extra]
 ) -> list[dict[str, Any]]:
     """One entry per recipe or operation, the oldest first; an operation's mixture brings its own."""
-    before: list[dict[str, Any]] = []
-    if recipe.on_mixture and (seed.folder / MANIFEST).is_file():
-        known = read_json(seed.folder / MANIFEST).get("history", [])
-        before = known if isinstance(known, list) else []
+    before = _known(seed) if recipe.on_mixture else []
     moe = mixture.model.moe
     entry = {
         "recipe": recipe.name,
@@ -34,3 +32,32 @@ def history_of(
         **{name.lstrip("@"): dict(extra.facts) for name, extra in extras.items()},
     }
     return [*before, entry]
+
+
+def _known(mixture: Source) -> list[dict[str, Any]]:
+    if not (mixture.folder / MANIFEST).is_file():
+        return []
+    history = read_json(mixture.folder / MANIFEST).get("history", [])
+    return [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+
+
+def check_embedder(mixture: Source, embeddings: Extra) -> None:
+    """Raise UserError when a mixture's history says that its embeddings are of another embedder, or another model's."""
+    facts, where = embeddings.facts, embeddings.folder
+    for before in (entry["embeddings"] for entry in _known(mixture) if isinstance(entry.get("embeddings"), dict)):
+        for key in ("embedder", "tokens"):
+            if before.get(key) != facts.get(key):
+                raise UserError(
+                    f"{where}: {key} is {facts.get(key)}, but the mixture's embeddings were made with "
+                    f"{before.get(key)}; embed the new domain as the others were"
+                )
+        if _model(before)[0] != _model(facts)[0]:
+            raise UserError(
+                f"{where}: embedded by {_model(facts)[1]}, but the mixture's embeddings by {_model(before)[1]}, "
+                "another model; embed the new domain with that one"
+            )
+
+
+def _model(facts: Mapping[str, Any]) -> tuple[Any, Any]:
+    model = facts.get("model")
+    return (model.get("layout_sha256"), model.get("path")) if isinstance(model, dict) else (None, None)

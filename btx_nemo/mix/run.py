@@ -22,8 +22,8 @@ from btx_nemo.mix import checks
 from btx_nemo.mix.compare import check_same, equal, lowered
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.distance import report
-from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, OPENERS, Extra
-from btx_nemo.mix.history import history_of
+from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, EMBEDDINGS, OPENERS, Extra
+from btx_nemo.mix.history import check_embedder, history_of
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, Recipe, get_recipe
 from btx_nemo.mix.vocabulary import add_tokens, unify
 from btx_nemo.mix.write import Destination, destination
@@ -108,10 +108,13 @@ def _open(config: MixConfig) -> Kitchen:
     extras = {}
     for option, (name, opener) in OPENERS.items():
         folder = getattr(options, option, None)
-        if folder is None and option == "aside" and recipe.on_mixture and (seed.folder / ASIDE_FOLDER).is_dir():
-            folder = str(seed.folder / ASIDE_FOLDER) if hasattr(options, option) else None
+        if folder is None and option == "aside" and hasattr(options, "aside"):
+            beside = seed.folder / ASIDE_FOLDER
+            folder = str(beside) if beside.is_dir() else None
         if folder is not None:
             extras[name] = opener(folder)
+    if recipe.on_mixture and EMBEDDINGS in extras:
+        check_embedder(seed, extras[EMBEDDINGS])
     return Kitchen(config, recipe, options, seed, experts, tokens, extras)
 
 

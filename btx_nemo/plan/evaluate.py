@@ -162,7 +162,8 @@ class Evaluator:
 
     def _ties(self, expr: Ties, out: torch.Tensor, info: TensorInfo, target: str) -> None:
         inner = infer(expr, self.sources, info)
-        with self.scratch.tensor((len(expr.parts), *inner.shape), torch.float32) as parts:
+        wide = torch.float64 if inner.dtype == "float64" else torch.float32
+        with self.scratch.tensor((len(expr.parts), *inner.shape), wide) as parts:
             for piece, part in zip(expr.parts, parts, strict=True):
                 self.into(piece, part, info, target)
             base, differences = parts[0], parts[1:]

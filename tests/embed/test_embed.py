@@ -159,6 +159,14 @@ def test_extending_nexus_leaves_rows_experts_and_projection_to_the_bit(world: Pa
     assert same_bits(kept, {name: before[name] for name in kept})
     removed = mix(world, tmp_path / "removed", "remove", half, (), names=["law"])
     assert same_bits(read_shared(removed), before)
+    embed_domains(world / "seed", {"law": world / "law.jsonl"}, tmp_path / "short", length=20)
+    with pytest.raises(UserError, match="short: tokens is 20, but the mixture's embeddings were made with 40"):
+        mix(world, tmp_path / "x", "extend", base, ("law",), embeddings=str(tmp_path / "short"))
+    make_llama(tmp_path / "other", seed=3, **{**SIZES, "num_hidden_layers": 1})
+    byte_tokenizer(tmp_path / "other")
+    embed_domains(tmp_path / "other", {"law": world / "law.jsonl"}, tmp_path / "others", length=40)
+    with pytest.raises(UserError, match="another model; embed the new domain with that one"):
+        mix(world, tmp_path / "x", "extend", base, ("law",), embeddings=str(tmp_path / "others"))
     with pytest.raises(UserError, match=r"recipe=add: not possible with moe\.router=nexus; use recipe=extend"):
         mix(world, tmp_path / "x", "add", base, ("law",))
 

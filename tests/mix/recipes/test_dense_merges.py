@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from btx_testing.encoded import read_shared
 from btx_testing.mixing import make_models
 from btx_testing.models import hf_logits, probe_tokens
 from btx_testing.shared import SMALLEST, apply_recipe, random_tensors
@@ -47,6 +48,18 @@ def test_a_merge_of_copies_is_the_seed_to_the_bit_and_loads_in_transformers(
 def test_workers_do_not_change_a_bit(models: MixConfig, tmp_path: Path, recipe: str) -> None:
     one = merged(models, tmp_path / "one", recipe, workers=1)
     assert same_bits(one, merged(models, tmp_path / "many", recipe, workers=7, shard_size=30_000))
+
+
+def test_a_merge_may_be_a_megatron_checkpoint(models: MixConfig, tmp_path: Path) -> None:
+    expected = merged(models, tmp_path / "hf", "dare", rng_seed=5)
+    merged(models, tmp_path / "megatron", "dare", rng_seed=5, format="megatron")
+    assert same_bits(read_shared(tmp_path / "megatron"), expected)
+
+
+def test_float64_is_merged_in_float64() -> None:
+    seed = {name: tensor.double() / 3 for name, tensor in random_tensors(SMALLEST, 0).items()}
+    result = apply_recipe("ties", {"seed": seed, "a": seed, "b": seed})
+    assert all(torch.equal(result[name], tensor) for name, tensor in seed.items())
 
 
 @pytest.mark.parametrize("scope", ["model", "tensor"])
