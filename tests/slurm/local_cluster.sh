@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
 # A real Slurm of two virtual nodes with fake GPUs, for the tests: munged, slurmctld and two slurmd as plain processes.
-#   local_cluster.sh start DIR   starts it and prints the path of its slurm.conf, for SLURM_CONF
-#   local_cluster.sh stop DIR    cancels its jobs and ends its processes
+#   local_cluster.sh start DIR [PID]   starts it and prints the path of its slurm.conf, for SLURM_CONF; it goes, and DIR
+#                                      with it, when process PID has gone
+#   local_cluster.sh stop DIR          cancels its jobs and ends its processes
+#   local_cluster.sh kill DIR NAME     SIGKILLs one daemon (slurmctld, node1, node2), a node with all that runs on it
+#   local_cluster.sh revive DIR NAME   starts it again, with the state it had
 # Where `unshare` may, each node has its own host name and an /etc/hosts with both, as torchrun needs over two nodes.
 # Everything lives in DIR (at most 60 characters: sockets lie below it); nothing in /etc, /run or /var is used.
 # Needs: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge
 set -euo pipefail
 
-command=${1:?start or stop} dir=${2:?folder}
+command=${1:?command} dir=${2:?folder}
 conf=$dir/slurm.conf nodes=(node1 node2) gpus=8
 PATH=$PATH:/usr/sbin:/sbin
 export SLURM_CONF=$conf
@@ -83,6 +86,7 @@ SlurmdSpoolDir=$dir/spool.%n
 SlurmdPidFile=$dir/state/%n.pid
 SlurmdLogFile=$dir/log/%n.log
 SlurmdParameters=config_overrides
+SlurmdTimeout=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -110,6 +114,12 @@ C
 is_ready() {
   [[ $(sinfo --noheader --Node --format='%N %t' 2>/dev/null | sort -u | grep -c ' idle$') == "${#nodes[@]}" ]]
 }
+start_daemon() { # name [option]
+  case $1 in
+    slurmctld) daemon slurmctld slurmctld -D "${@:2}" -f "$conf" ;;
+    *) daemon "$1" "$0" in_node "$dir" "$1" slurmd -D -N "$1" -f "$conf" ;;
+  esac
+}
 start() {
   local name i
   ((${#dir} <= 60)) || { echo "local_cluster.sh: $dir is longer than 60 characters" >&2; exit 1; }
@@ -122,11 +132,12 @@ start() {
     if munge --no-input --socket="$dir/munge/socket" >/dev/null 2>&1; then break; fi
     sleep 0.05
   done
-  daemon slurmctld slurmctld -D -c -f "$conf"
+  start_daemon slurmctld -c
   for name in "${nodes[@]}"; do
     mkdir -p "$dir/spool.$name"
-    daemon "$name" "$0" in_node "$dir" "$name" slurmd -D -N "$name" -f "$conf"
+    start_daemon "$name"
   done
+  if [[ -n ${1:-} ]]; then daemon guard "$0" guard "$dir" "$1"; fi
   for ((i = 0; i < 200; i++)); do
     if is_ready; then echo "$conf" && return 0; fi
     sleep 0.1
@@ -135,6 +146,28 @@ start() {
   stop
   exit 1
 }
+guard() { # pid
+  while kill -0 "$1" 2>/dev/null; do sleep 1; done
+  rm "$dir/pid/guard"
+  stop
+  rm -rf "${dir:?}"
+}
+on_node() { # name: processes of the jobs that run there
+  local environment
+  for environment in /proc/[0-9]*/environ; do
+    if grep -zqsxF "SLURM_CONF=$conf" "$environment" && grep -zqsxF "SLURMD_NODENAME=$1" "$environment"; then
+      environment=${environment#/proc/} && echo "${environment%/environ}"
+    fi
+  done
+}
+kill_daemon() { # name
+  local victims=()
+  if [[ $1 != slurmctld ]]; then
+    # A node's steps have names of their own: slurmstepd: [job.step]
+    mapfile -t victims < <(on_node "$1" && pgrep --parent "$(<"$dir/pid/$1")")
+  fi
+  kill -KILL "$(<"$dir/pid/$1")" "${victims[@]}" 2>/dev/null || true
+}
 stop() {
   local name i
   timeout 10 scancel --user="$(id -un)" 2>/dev/null || true
@@ -142,11 +175,14 @@ stop() {
     [[ -n $(timeout 5 squeue --noheader --states=running,completing 2>/dev/null) ]] || break
     sleep 0.1
   done
-  for name in "${nodes[@]}" slurmctld munged; do stop_daemon "$name"; done
+  for name in guard "${nodes[@]}" slurmctld munged; do stop_daemon "$name"; done
 }
 
 case $command in
-  start | stop) "$command" ;;
+  start | guard) "$command" "${3:-}" ;;
+  stop) stop ;;
+  kill) kill_daemon "${3:?daemon}" ;;
+  revive) start_daemon "${3:?daemon}" ;;
   in_node) in_node "${@:3}" ;; # used by start
-  *) echo "local_cluster.sh: start or stop, not '$command'" >&2 && exit 2 ;;
+  *) echo "local_cluster.sh: start, stop, kill or revive, not '$command'" >&2 && exit 2 ;;
 esac
