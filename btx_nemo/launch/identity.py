@@ -86,10 +86,10 @@ class Made:
         return [n for n in names if now.inputs.get(n) is None or self.inputs.get(n) != now.inputs.get(n)]
 
     def changed_settings(self, now: Made) -> list[str]:
-        """Settings that differ, as "key=then, now key=now"."""
+        """Settings that differ, as "key=then, now this"."""
         keys = sorted({*self.settings, *now.settings})
         differ = [key for key in keys if self.settings.get(key) != now.settings.get(key)]
-        return [f"{key}={self.settings.get(key)}, now {now.settings.get(key)}" for key in differ]
+        return [f"{key}={self.settings.get(key, 'unset')}, now {now.settings.get(key, 'unset')}" for key in differ]
 
 
 def settings(arguments: Sequence[str]) -> dict[str, str]:
@@ -139,7 +139,8 @@ def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], argumen
     An `out` that was made of other inputs is put aside first. Raises UserError for one made with other settings.
     """
     now, then = Made.now(inputs, arguments), made_of(runs, stage)
-    if then is not None and os.path.lexists(out):
+    there = os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir()))
+    if then is not None and there:
         changed = then.changed_settings(now)
         stale = then.changed_inputs(now)
         if changed and not stale:
@@ -148,7 +149,7 @@ def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], argumen
             print(
                 f"{stage}: made of another {', '.join(stale)}; put aside as {put_aside(runs, stage, out)}", flush=True
             )
-    elif os.path.lexists(out):
+    elif there:
         return  # made without a script: taken as it is
     write_file(record(runs, stage), json.dumps({"inputs": now.inputs, "settings": now.settings}, indent=2) + "\n")
 

@@ -73,7 +73,7 @@ def _row(runs: Path, name: str, done: Path, submitted: state.Submitted | None, l
         state=how,
         job=submitted.job if submitted else story[-1].job if story else "",
         node=job.nodes if job and job.nodes else story[-1].nodes if story else "",
-        restarts=str(story[-1].restart) if story else "",
+        restarts=str(sum(event.what == "start" for event in story) - 1) if story else "",
         note=note,
         **_progress(runs / name, how),
     )

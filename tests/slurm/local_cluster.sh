@@ -5,6 +5,7 @@
 #   local_cluster.sh stop DIR          cancels its jobs and ends its processes
 #   local_cluster.sh kill DIR NAME     SIGKILLs one daemon (slurmctld, node1, node2), a node with all that runs on it
 #   local_cluster.sh revive DIR NAME   starts it again, with the state it had
+#   local_cluster.sh forget DIR        starts slurmctld again, with no job that it had
 # Where `unshare` may, each node has its own host name and an /etc/hosts with both, as torchrun needs over two nodes.
 # Everything lives in DIR (at most 60 characters: sockets lie below it); nothing in /etc, /run or /var is used.
 # Needs: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge
@@ -97,7 +98,7 @@ SwitchType=switch/none
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 MinJobAge=3600
 CompleteWait=0
 KillWait=5
@@ -183,6 +184,7 @@ case $command in
   stop) stop ;;
   kill) kill_daemon "${3:?daemon}" ;;
   revive) start_daemon "${3:?daemon}" ;;
+  forget) start_daemon slurmctld -c ;;
   in_node) in_node "${@:3}" ;; # used by start
-  *) echo "local_cluster.sh: start, stop, kill or revive, not '$command'" >&2 && exit 2 ;;
+  *) echo "local_cluster.sh: start, stop, kill, revive or forget, not '$command'" >&2 && exit 2 ;;
 esac
