@@ -3,8 +3,9 @@
 #   local_cluster.sh start DIR [PID]   starts it and prints the path of its slurm.conf, for SLURM_CONF; it goes, and DIR
 #                                      with it, when process PID has gone
 #   local_cluster.sh stop DIR          cancels its jobs and ends its processes
-#   local_cluster.sh kill DIR NAME     SIGKILLs one daemon (slurmctld, node1, node2), a node with all that runs on it
-#   local_cluster.sh revive DIR NAME   starts it again, with the state it had
+#   local_cluster.sh kill DIR NODE     SIGKILLs a node with all that runs on it; nodes must have names of their own
+#   local_cluster.sh halt DIR          ends slurmctld
+#   local_cluster.sh revive DIR NAME   starts a node, or slurmctld, again with the state it had
 #   local_cluster.sh forget DIR        starts slurmctld again, with no job that it had
 # Where `unshare` may, each node has its own host name and an /etc/hosts with both, as torchrun needs over two nodes.
 # Everything lives in DIR (at most 60 characters: sockets lie below it); nothing in /etc, /run or /var is used.
@@ -153,21 +154,14 @@ guard() { # pid
   stop
   rm -rf "${dir:?}"
 }
-on_node() { # name: processes of the jobs that run there
-  local environment
-  for environment in /proc/[0-9]*/environ; do
-    if grep -zqsxF "SLURM_CONF=$conf" "$environment" && grep -zqsxF "SLURMD_NODENAME=$1" "$environment"; then
-      environment=${environment#/proc/} && echo "${environment%/environ}"
-    fi
+kill_node() { # name: all at once, so that nothing of it is left to report what happened
+  local pid namespace victims=()
+  namespace=$(readlink "/proc/$(<"$dir/pid/$1")/ns/uts")
+  for pid in /proc/[0-9]*; do
+    if [[ $(readlink "$pid/ns/uts" 2>/dev/null) == "$namespace" ]]; then victims+=("${pid#/proc/}"); fi
   done
-}
-kill_daemon() { # name
-  local victims=()
-  if [[ $1 != slurmctld ]]; then
-    # A node's steps have names of their own: slurmstepd: [job.step]
-    mapfile -t victims < <(on_node "$1" && pgrep --parent "$(<"$dir/pid/$1")")
-  fi
-  kill -KILL "$(<"$dir/pid/$1")" "${victims[@]}" 2>/dev/null || true
+  kill -STOP "${victims[@]}" 2>/dev/null || true
+  kill -KILL "${victims[@]}" 2>/dev/null || true
 }
 stop() {
   local name i
@@ -182,9 +176,10 @@ stop() {
 case $command in
   start | guard) "$command" "${3:-}" ;;
   stop) stop ;;
-  kill) kill_daemon "${3:?daemon}" ;;
+  kill) kill_node "${3:?node}" ;;
+  halt) stop_daemon slurmctld ;;
   revive) start_daemon "${3:?daemon}" ;;
   forget) start_daemon slurmctld -c ;;
   in_node) in_node "${@:3}" ;; # used by start
-  *) echo "local_cluster.sh: start, stop, kill, revive or forget, not '$command'" >&2 && exit 2 ;;
+  *) echo "local_cluster.sh: start, stop, kill, halt, revive or forget, not '$command'" >&2 && exit 2 ;;
 esac
