@@ -37,7 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def model_with(router: str, top_k: int, experts: int, hidden: int) -> ModelConfig:
     """A model whose only part that is built is a router."""
-    moe = MoEConfig(num_experts=experts, top_k=top_k, router=router, options=OPTIONS.get(router, {}))
+    moe = MoEConfig(
+        num_experts=experts, top_k=top_k, router=router, options=OPTIONS.get(router, {}),
+        shared_expert_intermediate_size=hidden if router == "nexus" else None,
+    )  # fmt: skip
     return ModelConfig(
         num_layers=2, hidden_size=hidden, ffn_hidden_size=hidden, num_attention_heads=16, num_query_groups=16,
         head_dim=hidden // 16, vocab_size=256, moe=moe,

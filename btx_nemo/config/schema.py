@@ -84,6 +84,8 @@ class MoEOverride:
     """Experts per token; a router that knows only one number needs none."""
     options: dict[str, Any] | None = None
     """The router's own settings."""
+    shared_expert_intermediate_size: int | None = None
+    """Width of the shared expert; a fresh one adds nothing at first. 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

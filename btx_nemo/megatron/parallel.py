@@ -33,6 +33,7 @@ def check_layout(layout: LayoutConfig, ranks: int, model: ModelConfig) -> None:
         ("tp", layout.tp, "num_query_groups", model.num_query_groups),
         ("tp", layout.tp, "ffn_hidden_size", model.ffn_hidden_size),
         ("tp", layout.tp, "vocab_size", model.vocab_size),
+        ("tp", layout.tp, "shared_expert_intermediate_size", (moe and moe.shared_expert_intermediate_size) or 0),
         ("pp", layout.pp, "num_layers", model.num_layers),
         ("ep", layout.ep, "num_experts", moe.num_experts if moe else layout.ep),
     ]

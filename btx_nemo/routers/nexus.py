@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
-from btx_nemo.plan.expr import Full, Normal, Take
+from btx_nemo.plan.expr import Normal, Take
 from btx_nemo.routers.base import BaseRouter, Fresh, moe_of
 from btx_nemo.routers.functional import pad_rows, project_domains, top_k_gates
 
@@ -53,11 +52,16 @@ class NexusRouter(BaseRouter):
         size = cls.options_of(moe_of(model)).embedding_size
         if size < 1:
             raise UserError(f"moe.options.embedding_size={size}: must be 1 or more")
+        if not moe_of(model).shared_expert_intermediate_size:
+            raise UserError(
+                "moe.router=nexus needs a shared expert; give its width, "
+                f"moe.shared_expert_intermediate_size={model.ffn_hidden_size}"
+            )
 
     @classmethod
     def tensors(cls, model: ModelConfig, router: RouterConfig) -> Fresh:
-        """The projection, the embeddings, and the shared expert, which starts as one that adds nothing."""
-        hidden, width, settings = model.hidden_size, model.ffn_hidden_size, cls.options_of(moe_of(model))
+        """The projection and the embeddings."""
+        hidden, settings = model.hidden_size, cls.options_of(moe_of(model))
         size = settings.embedding_size
         return {
             "router.w1": ((2 * hidden, size), Normal(size**-0.5)),
@@ -66,8 +70,6 @@ class NexusRouter(BaseRouter):
                 (moe_of(model).num_experts, size),
                 Take(EMBEDDINGS, "domain_embeddings") if settings.embeddings else None,
             ),
-            "shared_experts.linear_fc1.weight": ((2 * width, hidden), Normal(model.init_std)),
-            "shared_experts.linear_fc2.weight": ((hidden, width), Full(0.0)),
         }
 
     @classmethod
@@ -75,12 +77,6 @@ class NexusRouter(BaseRouter):
         """The folder with the embeddings."""
         folder = cls.options_of(moe_of(model)).embeddings
         return {EMBEDDINGS: SafetensorsReader(folder)} if folder else {}
-
-    @classmethod
-    def megatron_settings(cls, model: ModelConfig) -> dict[str, Any]:
-        """With Megatron's shared expert, as wide as the others and without its gate."""
-        shared = {"moe_shared_expert_intermediate_size": model.ffn_hidden_size, "moe_shared_expert_gate": False}
-        return {**super().megatron_settings(model), **shared}
 
     def expert_embeddings(self) -> Tensor:
         """e, padded to [16, H] or more; computed once per evaluation and each time in training."""

@@ -14,7 +14,7 @@ from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
-from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, infer
+from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, infer, substitute
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.routers import router_class
 
@@ -56,8 +56,10 @@ def open_source(folder: Path, moe: MoEOverride | None = None, router: RouterConf
     """
     source = families_source.open_source(folder)
     families_source.check_tied(source)
-    keys = to_megatron(source.config)
-    expressions = keys if source.kind == "hf" else {key: Take(source.name, key) for key in keys}
+    expressions = {
+        key: substitute(expr, source.name, source.table) if source.kind == "hf" else Take(source.name, key)
+        for key, expr in to_megatron(source.config, source.name).items()
+    }
     result = ModelSource(
         model=override(source.config, moe or MoEOverride()),
         expressions=expressions,
@@ -91,8 +93,9 @@ def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset
     kind = router_class(source.model.moe.router)
     kind.check(source.model)
     expressions = {key: expr for key, expr in source.expressions.items() if ".mlp.router." not in key}
-    given, tensors = False, kind.tensors(source.model, router)
-    for layer in range(source.model.num_layers):
+    given, tensors = False, {**kind.tensors(source.model, router), **_shared_expert(source.model)}
+    _check_nothing_lost(source.model, stored)
+    for layer in filter(source.model.is_mixture, range(source.model.num_layers)):
         for name, (_, fresh) in tensors.items():
             key = f"decoder.layers.{layer}.mlp.{name}"
             reset = router.reset and name.startswith("router.") and isinstance(fresh, FRESH)
@@ -107,6 +110,27 @@ def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset
     result = dataclasses.replace(source, expressions=expressions, readers=readers)
     _check_shapes(result, tensors)
     return result
+
+
+def _shared_expert(model: ModelConfig) -> Mapping[str, tuple[tuple[int, ...], Expr | None]]:
+    """A layer's shared expert, as a router's `tensors`; a fresh one adds nothing at first."""
+    width, hidden = model.moe.shared_expert_intermediate_size if model.moe else None, model.hidden_size
+    if not width:
+        return {}
+    return {
+        "shared_experts.linear_fc1.weight": ((2 * width, hidden), Normal(model.init_std)),
+        "shared_experts.linear_fc2.weight": ((hidden, width), Full(0.0)),
+    }
+
+
+def _check_nothing_lost(model: ModelConfig, stored: frozenset[str]) -> None:
+    assert model.moe is not None
+    lost = next((key for key in stored if ".mlp.shared_experts." in key), None)
+    if lost and not model.moe.shared_expert_intermediate_size:
+        raise UserError(
+            f"{lost}: the source has a shared expert, which moe.shared_expert_intermediate_size="
+            f"{model.moe.shared_expert_intermediate_size} would lose; give its width"
+        )
 
 
 def _remedy(name: str) -> str:

@@ -21,7 +21,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "soft": {"moe": {"router": "soft"}},
     "sample_top1": {"moe": {"router": "sample_top1"}, "first": 3000},
     "noisy_top_k": {"moe": {"router": "noisy_top_k"}},
-    "nexus": {"moe": {"router": "nexus", "options": {"embedding_size": 12, "embeddings": "?"}}},
+    "nexus": {
+        "moe": {
+            "router": "nexus",
+            "options": {"embedding_size": 12, "embeddings": "?"},
+            "shared_expert_intermediate_size": 40,
+        }
+    },
     "expert_choice": {"moe": {"router": "expert_choice", "options": {"allow_non_causal": True}}},
     "divmoe": {"moe": {"router": "divmoe", "options": {"groups": 2}}},
     "flexolmo": {"moe": {"router": "flexolmo", "options": {"bias": True}}},

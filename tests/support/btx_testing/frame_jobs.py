@@ -29,7 +29,10 @@ def make(name: str, losses: tuple[str, ...] = LOSSES, layer: int = 2, **changes:
 
     kind = router_class(name)
     top_k = kind.only_top_k or 2
-    moe = MoEConfig(num_experts=EXPERTS, top_k=top_k, router=name, options=OPTIONS.get(name, {}))
+    moe = MoEConfig(
+        num_experts=EXPERTS, top_k=top_k, router=name, options=OPTIONS.get(name, {}),
+        shared_expert_intermediate_size=8 if name == "nexus" else None,
+    )  # fmt: skip
     model = ModelConfig(
         num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=8, num_attention_heads=2, num_query_groups=2, head_dim=4,
         vocab_size=16, moe=moe,

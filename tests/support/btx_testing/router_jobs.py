@@ -28,17 +28,23 @@ class Settings:
 
 
 def source(folder: str, options: dict[str, Any]) -> Any:
-    """The model with the router that `options` ask for."""
+    """The model with the router that `options` ask for; what a fresh one starts with at zero has values instead."""
+    from btx_nemo.plan.expr import Full, Normal
     from btx_nemo.train.source import open_source
 
-    return open_source(Path(folder), MoEOverride(**options.get("moe", {})), RouterConfig(**options.get("router", {})))
+    router = RouterConfig(**options.get("router", {}))
+    found = open_source(Path(folder), MoEOverride(**options.get("moe", {})), router)
+    expressions = {
+        key: (Full(-0.3) if "penalty" in key else Normal(0.1)) if expression == Full(0.0) else expression
+        for key, expression in found.expressions.items()
+    }
+    return dataclasses.replace(found, expressions=expressions)
 
 
 def steps(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
     """Loss, gradient norm, this rank's parts of all gradients, and routing of the first step; later losses too.
 
-    options: moe, router, precision, recompute, freeze, micro_batch_size, steps, first (number of the first step),
-    penalty (a value for what a fresh router would start with at zero).
+    options: moe, router, precision, recompute, freeze, micro_batch_size, steps, first (number of the first step).
     """
     from megatron.core import parallel_state as mpu
 
