@@ -42,10 +42,11 @@ class Batch:
         first = self.todos[0].job
         many = len(self.todos) if len(self.todos) > 1 else 0
         words = [todo.job.args[0] for todo in self.todos] if many else list(first.args[:1])
-        log = submission.runs / "logs" / ("%x_%A_%a.out" if many else "%x_%j.out")
+        # In a log's name Slurm replaces what follows a percent sign.
+        log = f"{submission.runs}/logs/".replace("%", "%%") + ("%x_%A_%a.out" if many else "%x_%j.out")
         command = [str(submission.scripts / first.script), *words, *first.args[1:]]
         options = [*first.options, *submission.options]
-        return slurm.sbatch_line(self.name, str(log), command, options, self._waits(submission, ids), array=many)
+        return slurm.sbatch_line(self.name, log, command, options, self._waits(submission, ids), array=many)
 
     def _waits(self, submission: Submission, ids: Mapping[str, str]) -> list[str]:
         """All before it must have succeeded; where experts may be missing, they must have ended."""

@@ -59,9 +59,16 @@ class Places:
 
 
 def places(config: PipelineConfig) -> Places:
-    """The folders of a pipeline, absolute."""
+    """The folders of a pipeline, absolute. Raises UserError for a name that the scripts could not pass on."""
     runs = Path(config.runs).absolute()
-    return Places(runs, Path(config.seed or runs / "seed").absolute(), Path(config.data or runs / "data").absolute())
+    found = Places(runs, Path(config.seed or runs / "seed").absolute(), Path(config.data or runs / "data").absolute())
+    for name in ("runs", "seed", "data"):
+        folder = getattr(found, name)
+        if re.search(r"['\\\\$\n]", str(folder)):
+            raise UserError(
+                f"{name}={str(folder)!r}: has a quote, a backslash, a dollar or a line break in it; use another folder"
+            )
+    return found
 
 
 def graph(config: PipelineConfig, *, allow_missing: bool = False) -> list[Job]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from btx_testing.commands import CommandServer, wait_until
-from btx_testing.mixing import SMALL
+from btx_testing.mixing import SMALL, make_models, mix_arguments
 from btx_testing.models import make_llama
 from btx_testing.runs import TinyWorld, logged_step
 from btx_testing.tensors import load_folder, same_bits
@@ -76,6 +76,7 @@ def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
         (["math", "experts.math.nodez=1"], "unknown key experts.math.nodez"),
         (["math", "experts.math.stages.A={}"], "'A': only a-z.*rename the stage"),
         (["math", "eval.set.x=1"], "neither config nor set"),
+        (["math", "data='/a$b'"], "has a quote, a backslash, a dollar"),
         (["math", "local_jobs=0"], "local_jobs=0: must be 1 or more"),
         (["math", "seed=/s", "seed_training={}"], "give one of them"),
         (["math", "data=/s", "demo_data=true"], "give one of them"),
@@ -175,6 +176,16 @@ def test_a_failed_expert_stops_its_branch_alone(runs: Path, capsys: pytest.Captu
     (runs / "room").touch()
     submit(words, runs=runs)
     assert "experts.math" in json.loads((runs / "mix" / "manifest.json").read_text())
+
+
+def test_a_real_mix_names_in_its_manifest_what_is_missing(tmp_path: Path, commands: CommandServer) -> None:
+    config = make_models(tmp_path, "math")
+    for missing in ([], ["prose", "law"]):
+        out = tmp_path / f"mix{len(missing)}"
+        arguments = [word for word in mix_arguments(config) if not word.startswith(("out=", "missing="))]
+        ended = commands.run(*arguments, f"out={out}", f"missing=[{','.join(missing)}]")
+        assert ended.code == 0, ended.err
+        assert json.loads((out / "manifest.json").read_text())["missing"] == missing
 
 
 def start_submit(runs: Path, *words: str) -> subprocess.Popen[str]:
