@@ -52,7 +52,8 @@ btx_setup() { # slurm-dir stage
   RUNS=${BTX_RUNS:-runs}
   { mkdir -p -- "$RUNS/state" && RUNS=$(cd -- "$RUNS" && pwd); } 2>/dev/null ||
     btx_die 2 "BTX_RUNS: ${RUNS@Q} cannot be made or entered; set BTX_RUNS to a folder where you may write"
-  export BTX_RUNS=$RUNS BTX_DATA=${BTX_DATA:-$RUNS/data} BTX_SEED=${BTX_SEED:-$RUNS/seed} PYTHONUNBUFFERED=1
+  BTX_DATA=$(realpath -sm -- "${BTX_DATA:-$RUNS/data}") BTX_SEED=$(realpath -sm -- "${BTX_SEED:-$RUNS/seed}")
+  export BTX_RUNS=$RUNS BTX_DATA BTX_SEED PYTHONUNBUFFERED=1
   if [[ ! -f $BTX_SEED/config.json && -f $BTX_SEED/hf/config.json ]]; then BTX_SEED=$BTX_SEED/hf; fi
   btx_check_path BTX_RUNS "$RUNS"
   btx_check_path BTX_SEED "$BTX_SEED"
@@ -92,7 +93,6 @@ btx_container() { # home: sets IMAGE, options of srun for pyxis, and INSIDE, a c
   runtime=${BTX_CONTAINER_RUNTIME:-$runtime}
   for folder in "$1" "$RUNS" "$BTX_DATA" "$BTX_SEED"; do
     [[ -e $folder ]] || continue
-    folder=$(realpath -- "$folder")
     [[ $folder != *[,:]* ]] || btx_die 2 "${folder@Q}: has a comma or a colon in it, and so cannot be mounted; use another folder"
     mounts+=${mounts:+,}$folder:$folder
   done

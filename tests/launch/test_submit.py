@@ -90,6 +90,7 @@ def test_a_pipeline_that_cannot_be_is_refused(words: list[str], message: str, ru
 
 def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BTX_CLI")
+    submit([], config_name="pipeline_tiny", runs=runs, dry_run=True)
     for word, message in (
         ("expert.config=nope", "expert-math: --config-name nope: not in .*; known: expert"),
         ("experts.code.set.optim.lr=fast", "expert-code: train/expert.yaml: optim.lr must be float"),

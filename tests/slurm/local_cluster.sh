@@ -89,6 +89,7 @@ SlurmdPidFile=$dir/state/%n.pid
 SlurmdLogFile=$dir/log/%n.log
 SlurmdParameters=config_overrides
 SlurmdTimeout=10
+SlurmctldTimeout=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
