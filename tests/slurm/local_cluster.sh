@@ -153,6 +153,8 @@ guard() { # pid
   while kill -0 "$1" 2>/dev/null; do sleep 1; done
   rm "$dir/pid/guard"
   stop
+  # What the tests mounted in it goes with it.
+  awk -v dir="$dir/" 'index($2, dir) == 1 { print $2 }' /proc/self/mounts | xargs --no-run-if-empty umount || true
   rm -rf "${dir:?}"
 }
 kill_node() { # name: all at once, so that nothing of it is left to report what happened
