@@ -44,15 +44,14 @@ def end(user: User, ids: dict[str, str], calm: str) -> None:
     assert weights(user) == calm
 
 
-def test_nothing_happens(user: User, calm: str) -> None:
-    end(user, begin(user), calm)
-
-
 def test_a_stop_before_the_time_limit(user: User, calm: str) -> None:
     ids = begin(user)
     user.stop_soon(ids["expert-math"])
     end(user, ids, calm)
-    assert [start["first"] > 0 for start in user.starts("expert-math")] == [False, True]
+    first, second = user.starts("expert-math")
+    assert first["stop"] and second["first"] >= 5 and not second["stop"]
+    log = user.log("expert-math")
+    assert "restart 0 of 10, 2 node(s) x 2 rank(s)" in log and "restart 1 of 10" in log, "the log was truncated"
 
 
 def test_an_administrator_s_requeue(user: User, calm: str) -> None:

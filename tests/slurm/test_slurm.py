@@ -57,20 +57,6 @@ def test_the_printed_script_submits_the_same(user: User) -> None:
     assert (user.runs / "export").exists()
 
 
-def test_a_stop_before_the_limit_saves_requeues_and_finishes(user: User) -> None:
-    expert = user.sbatch("train_expert.sh", "math", "steps=60", options="--nodes=2 --job-name=x")
-    held = f"--dependency=afterok:{expert} --kill-on-invalid-dep=yes"
-    mix = user.sbatch("mix.sh", "math", options=held)
-    user.wait_step("expert-math", 3)
-    user.stop_soon(expert)
-    assert user.wait_end(expert, mix) == ["COMPLETED", "COMPLETED"]
-    first, second = user.starts("expert-math")
-    assert first["stop"] and second["first"] >= 3 and not second["stop"]
-    assert user.job(expert)["Restarts"] == "1"
-    log = (user.cwd / f"x_{expert}.out").read_text()
-    assert "restart 0 of 10, 2 node(s) x 2 rank(s)" in log and "restart 1 of 10" in log, "the log was truncated"
-
-
 def test_a_stop_of_one_task_leaves_the_rest_of_its_array_alone(user: User) -> None:
     """The id of one task is that of the whole array: a signal or a requeue by it would reach them all."""
     ids = user.submit("math", "code", "until=experts", "expert.set.steps=80")
