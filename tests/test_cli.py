@@ -15,7 +15,8 @@ from btx_testing.runs import TinyWorld, logged_step
 
 from btx_nemo.cli import _parser, main
 
-COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
+LAUNCH = ("submit", "status", "logs", "cancel", "stage", "losses")
+COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", *LAUNCH, "demo")
 WRONG = [
     ([], "required: COMMAND"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),

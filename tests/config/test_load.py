@@ -14,6 +14,7 @@ from btx_nemo.config.build import build
 from btx_nemo.config.load import conf_dir, load, save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
+from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.mix.config import read_config
 from btx_nemo.mix.recipes.base import RECIPES, get_recipe
 
@@ -42,7 +43,9 @@ def train(*overrides: str, name: str = "tiny_mix") -> TrainConfig:
 
 
 def built(command: str, values: dict[str, Any], name: str) -> object:
-    return read_config(values, name) if command == "mix" else build(TrainConfig, values, where=name)
+    if command == "mix":
+        return read_config(values, name)
+    return build({"train": TrainConfig, "submit": PipelineConfig}[command], values, where=name)
 
 
 @pytest.mark.parametrize("name", [name for command, name in FILES if command == "mix"])
