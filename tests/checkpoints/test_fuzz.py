@@ -1,4 +1,4 @@
-"""Damaged headers and settings, 2,000 of them: one line of an error or the truth, in memory of the order of the file."""
+"""Damaged headers and settings, 2,000 of them: one line of an error or the truth, in little memory."""
 
 from __future__ import annotations
 

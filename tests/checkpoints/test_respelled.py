@@ -74,8 +74,8 @@ def test_parts_are_read_alone() -> None:
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"
     assert reader.layout()[key].shape == (3, 8, 5) and len(reader.layout()) == 4
     part = reader.read(key, [slice(1, 3), slice(2, 7), slice(1, 4)])
-    rows = [[tensors[f"decoder.layers.mlp.experts.experts.{e}.linear_fc1.weight_{h}"][1] for h in "wv"] for e in range(3)]
-    whole = torch.stack([torch.cat(halves) for halves in rows])
+    stacked = "decoder.layers.mlp.experts.experts.{}.linear_fc1.weight_{}"
+    whole = torch.stack([torch.cat([tensors[stacked.format(e, half)][1] for half in "wv"]) for e in range(3)])
     assert torch.equal(part, whole[1:3, 2:7, 1:4]) and memory.elements_read == part.numel()
     assert respelled(MemoryReader({"a": torch.ones(1)})).layout().keys() == {"a"}
 
