@@ -1,4 +1,4 @@
-"""What other tools do wrong without a word, as their users report it: here each ends in exit 2, or in the right result."""
+"""What other tools do wrong without a word, as users report it: each ends in exit 2 here, or in the right result."""
 
 from __future__ import annotations
 
@@ -172,9 +172,7 @@ def test_a_router_s_bias_is_not_lost(commands: CommandServer, tmp_path: Path) ->
     settings["moe"] |= {"router": "flexolmo", "options": {"bias": True}}
     (tmp_path / "ckpt" / "model.json").write_text(json.dumps(settings))
     for more in ((), ("allow_inexact=true",)):
-        ended = commands.run(
-            "export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf'}", "target=flex_olmo", *more
-        )
+        ended = commands.run("export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf'}", "target=flex_olmo", *more)
         assert ended.code == 2 and "flex_olmo has no place for a router (flexolmo) with penalty" in ended.err
 
 

@@ -53,7 +53,7 @@ def test_copies_mixed_are_the_seed(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(hf_logits(mix, probe_tokens()), hf_logits(seed, probe_tokens()), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "qwen2-window", "qwen3-bias", "olmo2", "olmo3-yarn"])
+@pytest.mark.parametrize("name", ["qwen2-window", "olmo2", "olmo3-yarn"])
 def test_a_mixture_comes_back_trains_and_leaves_again(ranks: RankPool, tmp_path: Path, name: str) -> None:
     register_auto_classes()
     _, mix = mix_of(tmp_path, name, copies=False)
