@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import logging
 import os
 import sys
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "What this installation can do, and what each missing part costs.")
     _add_prepare_data(command)
+    _add_embed(command)
     for name, run, text, where in (
         ("train", _train, "Train a dense specialist or a mixture.", ("train", "config/schema.py")),
         ("mix", _mix, "Assemble dense models into a mixture of experts.", ("mix", "mix/config.py")),
@@ -128,12 +130,13 @@ def _parser() -> argparse.ArgumentParser:
         ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
     ):
         sub = command(name, run, text)
-        more = ""
         if name == "export":
             more = (
                 "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
             )
             more += "allow_inexact=true; shard_size=BYTES: largest file; "
+        else:
+            more = "allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; "
         more += (
             "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result "
         )
@@ -170,6 +173,16 @@ def _add_prepare_data(command: Callable) -> None:
     eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
     sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
     sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
+
+
+def _add_embed(command: Callable) -> None:
+    sub = command("embed", _embed, "Embeddings of domains, for recipe=nexus, two_expert and extend.")
+    sub.add_argument("domains", nargs="+", metavar="NAME=PATH", help="a domain's folder of prepare-data, or text")
+    sub.add_argument("--model", type=Path, required=True, help="the seed: Hugging Face, checkpoint or run directory")
+    sub.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    sub.add_argument("--embedder", default="mean_hidden_state", help="default: %(default)s, of the seed")
+    sub.add_argument("--documents", type=int, default=1000, help="of a domain, at most (default: %(default)s)")
+    sub.add_argument("--tokens", type=int, default=512, help="of a document, at most (default: %(default)s)")
 
 
 def _add_submit(command: Callable) -> None:
@@ -209,10 +222,13 @@ def _bytes(value: str) -> int:
         raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
 
 
-def _flag(value: str) -> bool:
-    if value not in ("true", "false"):
-        raise UserError(f"allow_inexact={value}: must be true or false")
-    return value == "true"
+def _flag(key: str) -> Callable[[str], bool]:
+    def read(value: str) -> bool:
+        if value not in ("true", "false"):
+            raise UserError(f"{key}={value}: must be true or false")
+        return value == "true"
+
+    return read
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -228,13 +244,13 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _mix(arguments: argparse.Namespace) -> None:
-    from btx_nemo.config.build import build
     from btx_nemo.config.load import load
-    from btx_nemo.mix.config import MixConfig
+    from btx_nemo.mix.config import read_config
     from btx_nemo.mix.run import run_mix
 
+    gc.freeze()  # what the imports made lives as long as the process: a fifth of a second for each walk through it
     values = load("mix", arguments.config_name, arguments.overrides, arguments.config_path)
-    run_mix(build(MixConfig, values, where=f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
+    run_mix(read_config(values, f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
 
 
 def _prepare_data(arguments: argparse.Namespace) -> None:
@@ -262,10 +278,31 @@ def _prepare_data(arguments: argparse.Namespace) -> None:
     )
 
 
+def _embed(arguments: argparse.Namespace) -> None:
+    domains: dict[str, Path] = {}
+    for assignment in arguments.domains:
+        name, equals, path = assignment.partition("=")
+        if not equals or not path:
+            raise UserError(f"{assignment}: expected NAME=PATH")
+        if name in domains:
+            raise UserError(f"{name} is given twice, {domains[name]} and {path}; give it once")
+        domains[name] = Path(path)
+    from btx_nemo.embed.run import embed_domains
+
+    embed_domains(
+        arguments.model,
+        domains,
+        arguments.out,
+        embedder=arguments.embedder,
+        count=arguments.documents,
+        length=arguments.tokens,
+    )
+
+
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str, verify=str)
+    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"))
     print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 
@@ -273,7 +310,7 @@ def _export(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_hf import export_hf
 
     source, out, options = _assignments(
-        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag
+        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag("allow_inexact")
     )
     print(f"{out}: {export_hf(source, out, **{'verify': 'true', **options})}")
 

@@ -70,7 +70,10 @@ def _mixture(config: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] 
     names = config.moe.experts or [f"expert {i}" for i in range(config.moe.num_experts)]
     known = (manifest or {}).get("sources", {}) if (manifest or {}).get("kind") == "mix" else {}
     origin = {name: facts.get("path") for name, facts in known.items() if isinstance(facts, dict)}
-    origin["generalist"] = origin.get("seed")
+    history = (manifest or {}).get("history", [])
+    for entry in history:
+        origin = entry.get("experts", {}) | origin
+    origin["generalist"] = (history[0].get("seed") if history else None) or origin.get("seed")
     return {
         "num_experts": config.moe.num_experts,
         "top_k": config.moe.top_k,
@@ -83,6 +86,22 @@ def _sources(manifest: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a folder was made of, each with the hash over its tensors' names, shapes, dtypes and its files' sizes."""
     stated = (manifest or {}).get("sources", {})
     return {name: facts for name, facts in dict(stated).items() if isinstance(facts, dict)}
+
+
+def history_lines(history: list[dict[str, Any]]) -> list[str]:
+    """What was done to a mixture, the oldest first, and what is to be trained after the last."""
+    lines = []
+    for number, entry in enumerate(history, 1):
+        options = ", ".join(f"{key}={value}" for key, value in entry.get("options", {}).items() if value is not None)
+        experts = ", ".join(f"{name}={path}" for name, path in entry.get("experts", {}).items())
+        lines.append(
+            f"  {number}. {entry.get('recipe')} of {entry.get('in') or entry.get('seed')}"
+            + (f" with {experts}" if experts else "")
+            + (f" ({options})" if options else "")
+        )
+    if history and history[-1].get("retrain"):
+        lines.append(f"  next: {history[-1]['retrain']}")
+    return lines
 
 
 def _training(folder: Path, source: Any, manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -127,5 +146,7 @@ def print_inspection(facts: Mapping[str, Any]) -> None:
     made_by = facts["made_by"]
     if made_by:
         print(f"made by: {made_by.get('tool')} {made_by.get('tool_version')} ({made_by.get('kind')})")
+        for line in history_lines(made_by.get("history", [])):
+            print(line)
     for name, source in facts["sources"].items():
         print(f"  {name}: {source.get('path')}  layout sha256 {str(source.get('layout_sha256'))[:12]}")

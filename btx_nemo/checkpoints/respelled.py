@@ -123,4 +123,3 @@ def _read(reader: Reader, expr: Expr, box: Box, out: torch.Tensor) -> None:
                 rows = out[low - box[0][0] : high - box[0][0]]
                 _read(reader, part, ((low - first, high - first), *box[1:]), rows)
             first += size
-

@@ -16,6 +16,8 @@ from btx_nemo.plan.layout import Box, Layout
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PRODUCER = "btx_nemo"
+"""Value of the header's metadata key `producer` in our files: a manifest belongs to them."""
 SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -47,9 +49,7 @@ class SafetensorsReader(Reader):
             shards = [name for name in present if SHARD.fullmatch(name)]
             if shards:
                 raise UserError(f"{self.folder}: has {shards[0]} but no {INDEX}; copy the index as well")
-            old = [name for name in present if name.startswith("pytorch_model")]
-            hint = f"{old[0]} must be saved as safetensors first" if old else f"expected {SINGLE} or {INDEX}"
-            raise UserError(f"{self.folder}: no safetensors weights; {hint}")
+            raise UserError(f"{self.folder}: no safetensors weights; expected {SINGLE} or {INDEX}")
         if not self._file_of:
             raise UserError(f"{self.folder}: the weights hold no tensor; copy the folder again")
 
@@ -69,7 +69,13 @@ class SafetensorsReader(Reader):
                 raise UserError(f"{self.folder / file}: tensor {name!r} is in {INDEX} but not in the file")
 
     def _add(self, file: str, weight_map: dict[str, str] | None) -> None:
-        header = read_header(self.folder / file)
+        try:
+            header = read_header(self.folder / file)
+        except UserError as error:
+            held = next((name for name, at in (weight_map or {}).items() if at == file), None)
+            if held is None or "tensor '" in str(error):
+                raise
+            raise UserError(f"{error} ({INDEX} places tensor {held!r} there)") from None
         for name in header.entries:
             if name in self._file_of:
                 raise UserError(f"{self.folder / file}: tensor {name!r} is also in {self._file_of[name]}; keep one")
@@ -83,6 +89,11 @@ class SafetensorsReader(Reader):
     def layout(self) -> Layout:
         """Names, shapes and dtypes of all tensors."""
         return self._layout
+
+    @property
+    def producer(self) -> str | None:
+        """Who wrote the files, where one of them says so."""
+        return next((h.metadata["producer"] for h in self.headers.values() if "producer" in h.metadata), None)
 
     def where(self, name: str) -> str:
         """The path of the file that holds the tensor."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Mapping
 from math import prod
@@ -11,21 +10,18 @@ from pathlib import Path
 
 import torch
 
+from btx_nemo.checkpoints.direct import OutputFile
 from btx_nemo.checkpoints.reader import byte_view
-from btx_nemo.checkpoints.safetensors import INDEX, SINGLE
+from btx_nemo.checkpoints.safetensors import INDEX, PRODUCER, SINGLE
 from btx_nemo.checkpoints.safetensors_header import NAMES
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import BLOCK_BYTES
-from btx_nemo.plan.expr import FRESH
-from btx_nemo.plan.layout import ITEMSIZE, Box, TensorInfo, row_blocks
+from btx_nemo.plan.layout import ITEMSIZE, PAGE, Box, TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job
 
-PRODUCER = "btx_nemo"
-"""Value of the header's metadata key `producer`: marks a file that a manifest belongs to."""
-ALIGNMENT = 64
 MAX_SHARDS = 800
 """All shards are open at once: fewer than the usual limit of 1024 open files."""
-RUN_BLOCKS = 64
+RUN_BLOCKS = 8
 """Blocks that one worker writes in a row."""
 
 
@@ -43,7 +39,7 @@ class SafetensorsSink:
         self.targets = dict(targets)
         self._metadata = {"format": "pt"} | ({"producer": producer} if producer else {})
         self._place: dict[str, tuple[int, int]] = {}
-        self._fds: list[int] = []
+        self._outputs: list[OutputFile] = []
         shards = _split(self.targets, shard_size)
         if len(shards) > MAX_SHARDS:
             raise UserError(f"shard_size={shard_size} makes {len(shards)} shards; choose a larger one")
@@ -56,8 +52,11 @@ class SafetensorsSink:
             raise
 
     def _create(self, file: str, names: list[str]) -> None:
-        # Wide dtypes first, as the format's own writer has it: every tensor is then aligned to its element.
-        names = sorted(names, key=lambda name: -ITEMSIZE[self.targets[name].dtype])
+        # Wide dtypes first, as the format's own writer has it: every tensor is then aligned to its element. Among them
+        # whole pages first: every large tensor then begins on a page.
+        names = sorted(
+            names, key=lambda name: (-ITEMSIZE[self.targets[name].dtype], self.targets[name].nbytes % PAGE > 0)
+        )
         header: dict[str, object] = {"__metadata__": self._metadata}
         position = 0
         for name in names:
@@ -66,44 +65,37 @@ class SafetensorsSink:
             header[name] = {"dtype": NAMES[info.dtype], "shape": list(info.shape), "data_offsets": [position, end]}
             position = end
         raw = json.dumps(header, separators=(",", ":")).encode()
-        raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
-        fd = os.open(self.folder / file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        number = len(self._fds)
-        self._fds.append(fd)
-        self._pwrite(fd, memoryview(struct.pack("<Q", len(raw)) + raw), 0)
-        os.ftruncate(fd, 8 + len(raw) + position)
+        raw += b" " * (-(8 + len(raw)) % PAGE)
         start = 8 + len(raw)
+        number = len(self._outputs)
+        self._outputs.append(OutputFile(self.folder / file, start + position))
+        self._outputs[number].write(memoryview(struct.pack("<Q", len(raw)) + raw), 0)
         for name in names:
             self._place[name] = (number, start)
             start += self.targets[name].nbytes
 
     def work(self, jobs: tuple[Job, ...]) -> list[list[tuple[Job, Box]]]:
-        """Lists of consecutive blocks; a fresh tensor is one list, so that it is made once."""
+        """Lists of consecutive blocks."""
         lists = []
         for job in jobs:
             boxes = [(job, box) for box in row_blocks(job.info, BLOCK_BYTES)]
-            run = max(1, len(boxes) if isinstance(job.expr, FRESH) else RUN_BLOCKS)
-            lists += [boxes[i : i + run] for i in range(0, len(boxes), run)]
+            lists += [boxes[i : i + RUN_BLOCKS] for i in range(0, len(boxes), RUN_BLOCKS)]
         return lists
+
+    def offset(self, target: str, box: Box) -> int:
+        """The byte of its file where a part begins."""
+        info = self.targets[target]
+        item = ITEMSIZE[info.dtype]
+        return self._place[target][1] + item * sum(low * prod(info.shape[d + 1 :]) for d, (low, _) in enumerate(box))
 
     def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
         """Write one contiguous part at its place."""
-        info = self.targets[target]
-        number, start = self._place[target]
-        item = ITEMSIZE[info.dtype]
-        offset = sum(low * prod(info.shape[dim + 1 :]) for dim, (low, _) in enumerate(box)) * item
-        self._pwrite(self._fds[number], byte_view(tensor), start + offset)
-
-    @staticmethod
-    def _pwrite(fd: int, data: memoryview, offset: int) -> None:
-        done = 0
-        while done < len(data):
-            done += os.pwrite(fd, data[done:], offset + done)
+        self._outputs[self._place[target][0]].write(byte_view(tensor), self.offset(target, box))
 
     def close(self) -> None:
         """Make the data durable, write the index, close the files."""
-        for fd in self._fds:
-            os.fsync(fd)
+        for output in self._outputs:
+            output.sync()
         self.abort()
         if len(self.files) > 1:
             weight_map = {name: self.files[number] for name, (number, _) in self._place.items()}
@@ -113,8 +105,8 @@ class SafetensorsSink:
 
     def abort(self) -> None:
         """Close the files; what they hold is worth nothing."""
-        while self._fds:
-            os.close(self._fds.pop())
+        while self._outputs:
+            self._outputs.pop().close()
 
 
 def _shard_name(index: int, count: int) -> str:

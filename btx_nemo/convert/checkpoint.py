@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from btx_nemo.checkpoints.tokenizer_files import check_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
-from btx_nemo.plan.execute import execute
+from btx_nemo.plan.execute import TensorReader, execute
 from btx_nemo.plan.plan import Plan
 from btx_nemo.plan.progress import byte_progress
 
@@ -47,9 +47,10 @@ def stream(
     *,
     workers: int | None = None,
     seed: int = 0,
+    beside: Mapping[str, TensorReader] | None = None,
 ) -> None:
-    """Execute a plan over the sources with progress; closes the sink, also on failure."""
-    readers = {source.name: source.reader for source in sources}
+    """Execute a plan over the sources, and readers `beside` them, with progress; closes the sink, also on failure."""
+    readers = {**{source.name: source.reader for source in sources}, **(beside or {})}
     try:
         with byte_progress(plan.nbytes, label) as advance:
             execute(plan, readers, sink, seed=seed, workers=workers, progress=advance)

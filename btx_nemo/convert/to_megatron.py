@@ -19,18 +19,25 @@ from btx_nemo.plan.plan import Job, Plan
 
 
 def import_hf(
-    src: str | Path, out: str | Path, *, dtype: str | None = None, workers: int | None = None, verify: str = "tensors"
+    src: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    workers: int | None = None,
+    verify: str = "tensors",
+    allow_bin: bool = False,
 ) -> str:
     """Hugging Face folder, dense or a mixture -> checkpoint folder that training starts from.
 
     `out` gets the torch_dist files, model.json, tokenizer/ (with the config.json it came with) and a manifest.
-    `dtype` casts. `verify` is a mode of `convert.check`; returns what was verified, in one line.
+    `dtype` casts; `allow_bin` lets pytorch_model.bin be read. `verify` is a mode of `convert.check`; returns what was
+    verified, in one line.
     Raises UserError, or CheckFailed when the result is not the source, and leaves nothing behind.
     """
     check_mode(verify)
     check_dtype(dtype)
     refuse_existing(Path(out))
-    source = open_source(src, "hf")
+    source = open_source(src, "hf", allow_bin=allow_bin)
     if source.kind != "hf":
         raise UserError(f"{src}: is a Megatron checkpoint already; import takes a Hugging Face folder")
     plan = import_plan(source, dtype)

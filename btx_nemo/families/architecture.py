@@ -95,15 +95,17 @@ def choose_architecture(
     """The architecture to write a model in: `target`, else that of `base` when it fits, else the first exact one.
 
     Those of the model's own family come first. Raises UserError, with the reasons, when none computes what the model
-    does, or `target` does not and `allow_inexact` is not given.
+    does, or `target` does not and `allow_inexact` is not given, or has no place for one of its tensors.
     """
     known = architectures()
     if target is not None:
         if target not in known:
             raise UserError(f"target={target}: unknown; known: {', '.join(sorted(known))}")
         reason = known[target].inexact(model)
-        if reason and not allow_inexact:
-            raise UserError(f"{where}: {reason}; leave target out, or give allow_inexact=true")
+        if reason:
+            known[target].stored(model)  # a tensor without a place there is refused, whatever is allowed
+            if not allow_inexact:
+                raise UserError(f"{where}: {reason}; leave target out, or give allow_inexact=true")
         return known[target]
     candidates = sorted(
         known.values(),

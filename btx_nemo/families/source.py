@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
+from btx_nemo.checkpoints.bin_files import open_weights
 from btx_nemo.checkpoints.dist_format import METADATA
 from btx_nemo.checkpoints.files import read_json, read_regular, write_json
+from btx_nemo.checkpoints.hub import local_folder
 from btx_nemo.checkpoints.manifest import read_manifest
 from btx_nemo.checkpoints.reader import Reader
 from btx_nemo.checkpoints.respelled import respelled
-from btx_nemo.checkpoints.safetensors import SafetensorsReader
+from btx_nemo.checkpoints.safetensors import PRODUCER, SafetensorsReader
 from btx_nemo.checkpoints.tokenizer_files import special_ids
 from btx_nemo.checkpoints.torch_dist import DistReader
 from btx_nemo.config.build import build
@@ -30,7 +32,7 @@ from btx_nemo.families.names import parse_router
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.families.table import shared_width
 from btx_nemo.plan.execute import BLOCK_BYTES
-from btx_nemo.plan.expr import Expr, Take, infer
+from btx_nemo.plan.expr import Expr, Take, infer, takes
 from btx_nemo.plan.layout import Layout, row_blocks
 
 MODEL_JSON = "model.json"
@@ -66,6 +68,11 @@ class Source:
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
 
+    def where(self, name: str) -> str:
+        """The file that holds a tensor, or its first part, for errors; `name` is a shared one."""
+        stored = sorted(take.name for take in takes(self.table[name]))
+        return self.reader.where(stored[0]) if stored else str(self.folder)
+
     @property
     def dtype(self) -> str:
         """The dtype of most bytes."""
@@ -75,22 +82,20 @@ class Source:
         return counts.most_common(1)[0][0]
 
 
-def open_source(folder: str | Path, name: str = "hf") -> Source:
-    """Open a Hugging Face folder, a Megatron checkpoint, or a run directory (its latest checkpoint).
+def open_source(folder: str | Path, name: str = "hf", *, allow_bin: bool = False) -> Source:
+    """Open a Hugging Face folder or hub id, a Megatron checkpoint, or a run directory (its latest checkpoint).
 
-    Everything but the tensors' values is checked. Raises UserError.
+    Everything but the tensors' values is checked. `allow_bin` lets pytorch_model.bin be read. Raises UserError.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; give a Hugging Face folder, a checkpoint or a run directory")
+    folder = local_folder(folder, allow_bin)
     refuse_temporary(folder)
-    return open_unfinished(folder, name)
+    return open_unfinished(folder, name, allow_bin)
 
 
-def open_unfinished(folder: Path, name: str) -> Source:
+def open_unfinished(folder: Path, name: str, allow_bin: bool = False) -> Source:
     """The same of a folder that its writer reads back before it gets its name."""
     checkpoint = find_checkpoint(folder)
-    source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name)
+    source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name, allow_bin)
     _check_shapes(source)
     return source
 
@@ -118,14 +123,14 @@ def find_checkpoint(folder: Path) -> Path | None:
     return checkpoint
 
 
-def _open_hf(folder: Path, name: str) -> Source:
+def _open_hf(folder: Path, name: str, allow_bin: bool) -> Source:
     base = read_json(folder / "config.json")
     architecture = architecture_of(base, str(folder / "config.json"))
     config = architecture.read(base, str(folder / "config.json"))
-    reader = SafetensorsReader(folder)
+    reader = open_weights(folder, allow_bin)
     _check_counts(config, reader.layout(), folder)
     dropped = _unused(reader, config)
-    if any(header.metadata.get("producer") == "btx_nemo" for header in reader.headers.values()):
+    if isinstance(reader, SafetensorsReader) and reader.producer == PRODUCER:
         read_manifest(folder)
     return Source(name, folder, "hf", config, reader, architecture.shared(config, name), dropped, base, folder)
 
@@ -186,12 +191,12 @@ def _check_shapes(source: Source) -> None:
     for name, info in source.layout().items():
         if info.shape != expected[name].shape:
             raise UserError(
-                f"{source.folder}: tensor {name!r} has shape {list(info.shape)} but {settings} implies "
+                f"{source.where(name)}: tensor {name!r} has shape {list(info.shape)} but {settings} implies "
                 f"{list(expected[name].shape)}; is it the {settings} of these weights?"
             )
         if info.dtype not in ("float64", "float32", "bfloat16", "float16"):
             raise UserError(
-                f"{source.folder}: tensor {name!r} is {info.dtype}; only floating-point weights are supported"
+                f"{source.where(name)}: tensor {name!r} is {info.dtype}; only floating-point weights are supported"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Destination:
             if self.architecture:
                 info = TensorInfo(info.shape, stored_dtype(self.architecture, name, None, info.dtype))
             jobs.append(Job(name, info, substitute(expr, SHARED, table)))
-        return Plan(tuple(jobs), plan.sources, plan.dropped, plan.folders)
+        return dataclasses.replace(plan, jobs=tuple(jobs))
 
     def facts(self, model: ModelConfig) -> dict[str, str]:
         """What the manifest says of it."""
@@ -69,7 +70,11 @@ class Destination:
             write_settings(self.architecture, folder, model, dtype, seed.base)
         else:
             save_model_config(model, folder)
-            save_tokenizer(seed.tokenizer, folder / "tokenizer")
+            save_tokenizer(seed.tokenizer, self.tokenizer(folder))
+
+    def tokenizer(self, folder: Path) -> Path:
+        """Where the tokenizer's files are."""
+        return folder if self.architecture else folder / "tokenizer"
 
 
 def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) -> Destination:

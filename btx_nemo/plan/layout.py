@@ -41,6 +41,9 @@ class TensorInfo:
         return self.numel * ITEMSIZE[self.dtype]
 
 
+PAGE = 4096
+"""Bytes in whose multiples memory and files agree where data goes straight to a disk."""
+
 Layout = Mapping[str, TensorInfo]
 """Tensor name -> what it is."""
 

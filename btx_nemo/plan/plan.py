@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from btx_nemo.errors import UserError
-from btx_nemo.plan.expr import Expr, describe, infer, takes
+from btx_nemo.plan.expr import Expr, describe, infer, numbers, takes
 from btx_nemo.plan.layout import Layout, TensorInfo
+from btx_nemo.plan.statistics import Statistic
 
 __all__ = ["Job", "Layout", "Plan", "TensorInfo"]
 
@@ -31,6 +32,8 @@ class Plan:
     """(source, tensor) -> the reason why it is not used."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Source -> where it lies, for errors."""
+    statistics: Mapping[str, Statistic] = field(default_factory=dict)
+    """Name -> what has to be measured before anything is written; later ones may need earlier ones' numbers."""
 
     @property
     def nbytes(self) -> int:
@@ -43,6 +46,7 @@ class Plan:
         Raises UserError naming the first tensor that is not so.
         """
         seen: set[str] = set()
+        known = {number for name, statistic in self.statistics.items() for number in statistic.names(name)}
         used: set[tuple[str, str]] = set()
         for job in self.jobs:
             if job.target in seen:
@@ -56,6 +60,10 @@ class Plan:
                 )
             if info.dtype != job.info.dtype and not (_floating(info.dtype) and _floating(job.info.dtype)):
                 raise UserError(f"plan: target {job.target!r} cannot be cast from {info.dtype} to {job.info.dtype}")
+            if numbers(job.expr) - known:
+                raise UserError(
+                    f"plan: target {job.target!r} needs {sorted(numbers(job.expr) - known)}, never measured"
+                )
             used |= {(take.source, take.name) for take in takes(job.expr)}
         for source, layout in self.sources.items():
             for name in layout:

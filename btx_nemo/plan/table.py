@@ -26,6 +26,10 @@ def summary_lines(plan: Plan, workers: int) -> list[str]:
         f"{len(plan.jobs)} tensors, {human_bytes(plan.nbytes)} to write, "
         f"peak memory at most {human_bytes(peak_memory_bound(plan, workers))} of tensors at a time ({workers} workers)"
     ]
+    if plan.statistics:
+        names = list(plan.statistics)
+        shown = names if len(names) <= 4 else [*names[:3], f"... {len(names) - 3} more"]
+        lines.append(f"measured before anything is written, in a pass of its own: {', '.join(shown)}")
     for (source, name), reason in plan.dropped.items():
         lines.append(f"dropped: {source}:{name} ({reason})")
     return lines

@@ -1,4 +1,4 @@
-"""Damaged headers and settings, 2,000 of them: one line of an error or the truth, and no more memory than there is file."""
+"""Damaged headers and settings, 2,000 of them: one line of an error or the truth, in little memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ SCALARS = st.one_of(
     st.floats(),
     st.text(max_size=8),
 )
-VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=6)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=6,
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)

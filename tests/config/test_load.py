@@ -14,10 +14,20 @@ from btx_nemo.config.build import build
 from btx_nemo.config.load import conf_dir, load, save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
-from btx_nemo.mix.config import MixConfig
+from btx_nemo.mix.config import read_config
+from btx_nemo.mix.recipes.base import RECIPES, get_recipe
 
-CLASSES = {"train": TrainConfig, "mix": MixConfig}
-REQUIRED = {"expert": ["domain=math"], "tiny_expert": ["domain=math"], "btx": ["experts.math=m", "out=o"]}
+REQUIRED = {
+    "expert": ["domain=math"],
+    "tiny_expert": ["domain=math"],
+    **{name: ["out=o"] for name in ("sparse_upcycling", "nvidia_upcycling", "drop_upcycling", "from_scratch")},
+    **{name: ["experts.math=m", "out=o"] for name in ("btx", "divmoe", "two_expert", "flexolmo", "bar", "bam")},
+    **{name: ["experts.math=m", "out=o"] for name in ("average", "task_arithmetic", "ties", "dare")},
+    **{name: ["in=i", "experts.math=m", "out=o"] for name in ("add", "upgrade")},
+    "nexus": ["experts.math=m", "out=o", "embeddings=e"],
+    "remove": ["in=i", "out=o", "names=[math]"],
+    "extend": ["in=i", "experts.math=m", "out=o", "embeddings=e"],
+}
 FILES = sorted((path.parent.name, path.stem) for path in conf_dir().glob("*/[!_]*.yaml"))
 
 
@@ -31,9 +41,41 @@ def train(*overrides: str, name: str = "tiny_mix") -> TrainConfig:
     return build(TrainConfig, load("train", name, list(overrides)), where=name)
 
 
+def built(command: str, values: dict[str, Any], name: str) -> object:
+    return read_config(values, name) if command == "mix" else build(TrainConfig, values, where=name)
+
+
+@pytest.mark.parametrize("name", [name for command, name in FILES if command == "mix"])
+def test_every_recipe_has_a_file_that_lists_its_options_at_their_defaults(name: str) -> None:
+    config = read_config(load("mix", name, REQUIRED[name]), name)
+    recipe = get_recipe(name)
+    assert config.recipe == name and {stem for command, stem in FILES if command == "mix"} == {*RECIPES}
+    assert list(config.options) == [f.name for f in dataclasses.fields(recipe.options)]
+    for f in dataclasses.fields(recipe.options):
+        assert f.default in (config.options[f.name], dataclasses.MISSING), f.name
+
+
+@pytest.mark.parametrize("command", [("mix", "btx"), ("mix", "divmoe"), ("mix", "remove")])
+def test_an_unknown_option_lists_the_known_ones(command: tuple[str, str]) -> None:
+    values = load(*command, [*REQUIRED[command[1]], "copies=3"])
+    with pytest.raises(UserError, match="unknown key copies; known for recipe=") as caught:
+        read_config(values, "mix/x.yaml")
+    own = [f.name for f in dataclasses.fields(get_recipe(command[1]).options)]
+    assert all(name in str(caught.value) for name in [*own, "rng_seed", "out"])
+    with pytest.raises(UserError, match="must be"):
+        read_config(load(*command, [*REQUIRED[command[1]], f"{own[0]}=1.5"]), "mix/x.yaml")
+
+
+def test_an_operation_is_given_the_mixture_as_in() -> None:
+    values = load("mix", "remove", REQUIRED["remove"])
+    assert (config := read_config(values, "x")).seed == "i" and config.options["names"] == ["math"]
+    with pytest.raises(UserError, match="in and seed are both given"):
+        read_config({**values, "seed": "s"}, "x")
+
+
 @pytest.mark.parametrize(("command", "name"), FILES)
 def test_every_file_builds(command: str, name: str) -> None:
-    build(CLASSES[command], load(command, name, REQUIRED.get(name, [])), where=name)
+    built(command, load(command, name, REQUIRED.get(name, [])), name)
 
 
 def test_every_file_is_seen() -> None:
@@ -44,7 +86,7 @@ def test_every_file_is_seen() -> None:
 @pytest.mark.parametrize(("command", "name"), [file for file in FILES if file[1] in REQUIRED])
 def test_what_a_file_leaves_open_is_required(command: str, name: str) -> None:
     with pytest.raises(UserError):
-        build(CLASSES[command], load(command, name, []), where=name)
+        built(command, load(command, name, []), name)
 
 
 @pytest.mark.parametrize("name", ["expert", "mix"])

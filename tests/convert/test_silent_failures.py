@@ -1,4 +1,4 @@
-"""What other tools do wrong without a word, as their users report it: here each ends in exit 2, or in the right result."""
+"""What other tools do wrong without a word, as users report it: each ends in exit 2 here, or in the right result."""
 
 from __future__ import annotations
 

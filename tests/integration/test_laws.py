@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from btx_testing.models import hf_logits, make_llama, make_mixtral, probe_tokens
 from btx_testing.pool import RankPool
 from btx_testing.tensors import load_folder, same_bits
 
+from btx_nemo.convert.logits import hf_logits as any_hf_logits
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.mix.config import MixConfig
@@ -85,6 +87,92 @@ def test_law_1_copies_mixed_are_the_seed_in_megatron(
     expected = hf_logits(seed, probe_tokens())
     for logits in from_ranks(ranks, jobs.logits, mix, layout, count):
         equal_logits(logits, expected)
+
+
+SPECIALISTS = ("math", "code", "prose", "law")
+EQUAL: dict[str, tuple[str, tuple[str, ...], int, dict[str, Any]]] = {
+    "sparse upcycling": ("sparse_upcycling", (), 2, {"copies": 4, "every": 1}),
+    "sparse upcycling, every second layer": ("sparse_upcycling", (), 2, {"copies": 4}),
+    "nvidia": (
+        "nvidia_upcycling",
+        (),
+        2,
+        {"expansion": 4, "granularity": 2, "softmax": "after", "scale": "exact_down"},
+    ),
+    "nvidia, two copies a token": (
+        "nvidia_upcycling",
+        (),
+        6,
+        {"expansion": 4, "granularity": 3, "softmax": "after", "scale": "exact_down"},
+    ),
+    "divmoe": ("divmoe", SPECIALISTS, 2, {"router_init": "pack_tied"}),
+    "divmoe, four slices": ("divmoe", SPECIALISTS, 4, {"router_init": "pack_tied", "slices": 4}),
+    "drop upcycling at r=0": ("drop_upcycling", (), 2, {"copies": 4, "ratio": 0.0}),
+    "btx without the seed": ("btx", SPECIALISTS, 3, {"include_seed": False}),
+}
+"""Mixtures of copies that compute the dense model, whatever their routers: recipe, specialists, top_k, options."""
+
+
+def mix_equal(seed: Path, out: Path, case: str, format: str = "megatron", **changes: Any) -> Path:
+    recipe, experts, top_k, options = EQUAL[case]
+    run_mix(
+        MixConfig(
+            recipe=recipe,
+            seed=str(seed),
+            experts=dict.fromkeys(experts, str(seed)),
+            out=str(out),
+            top_k=top_k,
+            router_init_std=0.5,
+            workers=2,
+            options={**options, **changes},
+            format=format,
+        )
+    )
+    return out
+
+
+@pytest.mark.parametrize(("layout", "count"), [ONE, ALL], ids=name_of)
+@pytest.mark.parametrize("case", EQUAL)
+def test_law_1_holds_for_every_recipe_in_megatron(
+    ranks: RankPool, copies: tuple[Path, Path], tmp_path: Path, case: str, layout: dict[str, int], count: int
+) -> None:
+    seed, _ = copies
+    mix = mix_equal(seed, tmp_path / "mix", case)
+    expected = hf_logits(seed, probe_tokens())
+    for logits in from_ranks(ranks, jobs.logits, mix, layout, count):
+        equal_logits(logits, expected)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_law_1_holds_for_every_recipe_in_transformers(copies: tuple[Path, Path], tmp_path: Path, case: str) -> None:
+    seed, _ = copies
+    mix = mix_equal(seed, tmp_path / "mix", case, "hf")
+    kind = json.loads((mix / "config.json").read_text())["model_type"]
+    assert kind == {"divmoe": "btx_moe", "divmoe, four slices": "btx_moe"}.get(
+        case, "qwen2_moe" if "every second" in case else "mixtral"
+    )
+    equal_logits(any_hf_logits(mix, probe_tokens()), hf_logits(seed, probe_tokens()))
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("divmoe", {"router_init": "random"}),
+        ("divmoe", {"scale_mode": "paper"}),
+        ("divmoe", {"scale_mode": "cuberoot_consistent"}),
+        ("nvidia", {"softmax": "before"}),
+        ("nvidia", {"scale": "cuberoot"}),
+        ("drop upcycling at r=0", {"ratio": 0.1}),
+    ],
+)
+def test_law_1_does_not_hold_where_the_papers_do_not_say_so(
+    ranks: RankPool, copies: tuple[Path, Path], tmp_path: Path, case: str, changes: dict[str, Any]
+) -> None:
+    """The same tests see what random routers, the papers' approximate scales and drawn neurons change."""
+    seed, _ = copies
+    mix = mix_equal(seed, tmp_path / "mix", case, **changes)
+    (logits,) = from_ranks(ranks, jobs.logits, mix, *ONE)
+    assert float((logits - hf_logits(seed, probe_tokens())).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(("layout", "count"), [ONE, ALL], ids=name_of)

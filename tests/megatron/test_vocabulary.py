@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_model(tmp_path / "hf", request.param, seed=7, vocab_size=VOCABULARY)
 
 
-@pytest.mark.parametrize(("layout", "count"), [({}, 1), ({"tp": 2}, 2), ({"tp": 2, "pp": 2}, 4)], ids=str)
+@pytest.mark.parametrize(("layout", "count"), [({}, 1), ({"tp": 2, "pp": 2}, 4)], ids=str)
 def test_logits_and_gradients_are_those_of_transformers(
     ranks: RankPool, folder: Path, layout: dict[str, int], count: int
 ) -> None:

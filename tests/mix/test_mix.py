@@ -55,7 +55,8 @@ def test_four_copies_of_a_seed_have_the_seeds_logits(tmp_path: Path, changes: di
 @pytest.mark.parametrize("include_seed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tensor_against_a_naive_loop(tmp_path: Path, include_seed: bool, dtype: torch.dtype) -> None:
-    config = dataclasses.replace(make_models(tmp_path, "math", "code", dtype=dtype), include_seed=include_seed)
+    config = make_models(tmp_path, "math", "code", dtype=dtype)
+    config = dataclasses.replace(config, options={"include_seed": include_seed})
     run_mix(config)
     members = [
         load_folder(tmp_path / name) for name in (["math", "code", "seed"] if include_seed else ["math", "code"])
@@ -107,6 +108,26 @@ def test_the_result_says_what_it_is(tmp_path: Path) -> None:
     total = sum(tensor.numel() for tensor in tensors.values())
     expert = sum(tensor.numel() for name, tensor in tensors.items() if ".experts.0." in name)
     assert facts["parameters"] == {"total": total, "active": total - expert}
+
+
+def test_a_megatron_result_is_the_hugging_face_one_imported(tmp_path: Path) -> None:
+    from btx_nemo.checkpoints.torch_dist import DistReader
+
+    config = make_models(tmp_path, "math", "code")
+    (tmp_path / "seed" / "chat_template.jinja").write_text("{{ messages }}")
+    run_mix(config)
+    run_mix(dataclasses.replace(config, format="megatron", out=str(tmp_path / "direct"), workers=3))
+    import_hf(tmp_path / "mix", tmp_path / "imported")
+    readers = [DistReader(tmp_path / name) for name in ("direct", "imported")]
+    tensors = [{name: reader.read(name) for name in reader.layout()} for reader in readers]
+    assert same_bits(*tensors)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "direct/tokenizer" / name).read_bytes() == (tmp_path / "seed" / name).read_bytes()
+    assert inspect_checkpoint(tmp_path / "direct")["moe"]["experts"][0]["name"] == "math"
+    run_mix(dataclasses.replace(config, seed=str(tmp_path / "seed"), out=str(tmp_path / "sharded"), shard_size=20_000))
+    assert (tmp_path / "sharded" / "chat_template.jinja").read_text() == "{{ messages }}"
+    sizes = [path.stat().st_size for path in (tmp_path / "sharded").glob("model-*.safetensors")]
+    assert len(sizes) > 3 and max(sizes) < 20_000 + 8192, "tensors, and a header of whole pages"
 
 
 def test_a_dtype_is_what_is_on_disk(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import torch
 from btx_testing.tensors import MemoryReader, MemorySink, info_of
 
 from btx_nemo.errors import UserError
-from btx_nemo.plan.execute import all_finite, evaluate, execute
+from btx_nemo.plan.execute import evaluate, execute
 from btx_nemo.plan.expr import Concat, Expr, Mean, Normal, Take
+from btx_nemo.plan.finite import all_finite
 from btx_nemo.plan.layout import TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job, Plan
 from btx_nemo.plan.table import plan_lines, summary_lines
@@ -40,6 +41,27 @@ def test_workers_and_blocks_do_not_change_a_bit(dtype: torch.dtype) -> None:
         assert all(torch.equal(other[name], results[0][name]) for name in results[0])
     a, b, c = (reader.tensors[name].float() for name in "abc")
     assert torch.equal(results[0]["mean"], ((a + b + c) / 3).to(dtype)), "fp32, in order, then divided"
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_progress_is_told_every_byte_that_is_written(workers: int) -> None:
+    reader = MemoryReader({name: torch.randn(37, 11) for name in "abc"})
+    told: list[int] = []
+    plan = small_plan(reader)
+    execute(plan, {"s": reader}, MemorySink(300), workers=workers, progress=told.append)
+    assert sum(told) == plan.nbytes and max(told) <= 300
+
+
+def test_the_first_error_stops_all_workers_and_torchs_threads_are_as_before() -> None:
+    tensors = {str(i): torch.randn(37, 11) for i in range(50)}
+    tensors["3"][0, 0] = math.nan
+    reader = MemoryReader(tensors)
+    jobs = tuple(Job(name, info_of(tensor), Take("s", name)) for name, tensor in tensors.items())
+    sink, before = MemorySink(), torch.get_num_threads()
+    with pytest.raises(UserError, match="tensor '3' holds a non-finite"):
+        execute(Plan(jobs, {"s": reader.layout()}), {"s": reader}, sink, workers=2)
+    assert len({name for name, _ in sink.written}) < 50
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -11,20 +11,28 @@ from btx_testing.tensors import MemoryReader, info_of
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import evaluate
 from btx_nemo.plan.expr import (
+    Bernoulli,
+    Choice,
+    Combine,
     Concat,
     Expr,
     Index,
     Mean,
     Normal,
+    Product,
     Slice,
+    Splice,
     Stack,
     Take,
+    Uniform,
+    bind,
     generator_for,
     infer,
     push_down,
     substitute,
     takes,
 )
+from btx_nemo.plan.fresh import CHUNK, chosen
 from btx_nemo.plan.layout import TensorInfo, row_blocks
 
 
@@ -36,7 +44,19 @@ def naive(expr: Expr, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         return naive(expr.of, tensors).narrow(expr.dim, expr.start, expr.stop - expr.start)
     if isinstance(expr, Index):
         return naive(expr.of, tensors)[expr.index]
+    if isinstance(expr, Splice):
+        result = naive(expr.of, tensors).clone()
+        result.index_copy_(
+            expr.dim,
+            indices := chosen(0, expr.choice, result.shape[expr.dim]),
+            naive(expr.other, tensors).index_select(expr.dim, indices),
+        )
+        return result
     parts = [naive(part, tensors) for part in expr.parts]
+    if isinstance(expr, Combine):
+        return sum(w * part.double() for w, part in zip(expr.weights, parts, strict=True)).to(parts[0].dtype)
+    if isinstance(expr, Product):
+        return torch.stack(parts).double().prod(0).to(parts[0].dtype)
     if isinstance(expr, Concat):
         return torch.cat(parts, expr.dim)
     if isinstance(expr, Stack):
@@ -53,7 +73,7 @@ def random_expr(rng: random.Random, tensors: dict[str, torch.Tensor], depth: int
         return Take("s", name)
     of = random_expr(rng, tensors, depth - 1)
     shape = naive(of, tensors).shape
-    kind = rng.choice(["slice", "index", "concat", "stack", "mean"])
+    kind = rng.choice(["slice", "index", "concat", "stack", "mean", "combine", "product", "splice"])
     if kind == "slice" and shape:
         dim = rng.randrange(len(shape))
         start = rng.randrange(shape[dim])
@@ -64,10 +84,18 @@ def random_expr(rng: random.Random, tensors: dict[str, torch.Tensor], depth: int
         return Concat((of, of, of), rng.randrange(len(shape)))
     if kind == "stack" and len(shape) < 4:
         return Stack((of, of))
+    if kind == "combine":
+        return Combine((of, of, of), (2.0, -0.5, 0.25))
+    if kind == "product" and depth == 1:
+        return Product((of, of))
+    if kind == "splice" and shape:
+        dim = rng.randrange(len(shape))
+        choice = Choice(f"c{depth}", rng.randint(0, shape[dim]), shape[dim])
+        return Splice(of, Combine((of,), (2.0,)), dim, choice)
     return Mean((of, of, of, of))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(120))
 def test_every_part_of_a_random_expression_is_that_part_of_its_value(seed: int) -> None:
     rng = random.Random(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -128,3 +156,52 @@ def test_errors_name_the_tensor() -> None:
 def test_substitution_renames_only_its_source() -> None:
     expr = Mean((Take("x", "a"), Slice(Take("y", "a"), 0, 0, 1)))
     assert takes(substitute(expr, "x", {"a": Index(Take("x", "b"), 0)})) == {Take("x", "b"), Take("y", "a")}
+
+
+@pytest.mark.parametrize("fresh", [Normal(0.5), Normal(0.5, cut=2.0), Uniform(0.5), Bernoulli(0.3)], ids=type)
+@pytest.mark.parametrize("shape", [(7, 5, 60000), (1200, 1000), (CHUNK + 77,), (3, CHUNK + 5)], ids=str)
+def test_parts_of_large_fresh_tensors_are_parts_of_the_whole(fresh: Expr, shape: tuple[int, ...]) -> None:
+    """Tensors of more than one chunk, cut along every dimension, and inside of another expression."""
+    info, rng = TensorInfo(shape, "float32"), random.Random(1)
+    whole = evaluate(fresh, {}, info, "x", 3)
+    nested = Slice(Concat((bind(fresh, "x", info), bind(fresh, "y", info))), 0, 0, shape[0])
+    for _ in range(4):
+        low = [rng.randrange(size) for size in shape]
+        box = tuple((start, rng.randint(start + 1, min(size, start + 900))) for start, size in zip(low, shape))
+        expected = whole[tuple(slice(*side) for side in box)]
+        assert torch.equal(evaluate(fresh, {}, info, "x", 3, box), expected)
+        assert torch.equal(evaluate(nested, {}, info, "other", 3, box), expected)
+
+
+def test_the_first_chunk_is_what_one_draw_gives() -> None:
+    """Documented results with small routers were drawn so."""
+    expected = torch.empty(8, 64).normal_(0, 0.02, generator=generator_for(5, "gate"))
+    assert torch.equal(evaluate(Normal(0.02), {}, TensorInfo((8, 64), "float32"), "gate", 5), expected)
+    large = evaluate(Normal(1.0), {}, TensorInfo((CHUNK + 1000,), "float32"), "gate", 5)
+    assert torch.equal(large[:CHUNK], torch.empty(CHUNK).normal_(generator=generator_for(5, "gate")))
+    assert not torch.equal(large[CHUNK:], large[:1000]) and abs(large[CHUNK:].std() - 1) < 0.1
+
+
+def test_a_choice_is_of_the_right_number_and_seen_alike_from_everywhere() -> None:
+    choice = Choice("neurons", 30, 100)
+    whole = chosen(2, choice, 100).tolist()
+    assert len(set(whole)) == 30 and whole == sorted(whole) and set(whole) <= set(range(100))
+    for start in (0, 17, 60):
+        seen = chosen(2, Choice("neurons", 30, 100, start), 40).tolist()
+        assert seen == [n - start for n in whole if start <= n < start + 40]
+    assert whole != chosen(3, choice, 100).tolist() != chosen(2, Choice("others", 30, 100), 100).tolist()
+
+
+def test_parts_of_different_floating_dtypes_are_held_by_the_wider() -> None:
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(3, 5), "c": torch.ones(3, 5, dtype=torch.int64)}
+    reader = MemoryReader(tensors)
+    both = (Take("s", "a"), Take("s", "b"))
+    for expr, expected in (
+        (Concat(both), torch.cat((tensors["a"].float(), tensors["b"]))),
+        (Mean(both), (tensors["a"].float() + tensors["b"]) / 2),
+    ):
+        info = infer(expr, {"s": reader.layout()})
+        assert info == info_of(expected)
+        assert torch.equal(evaluate(expr, {"s": reader}, info, "x", 0), expected)
+    with pytest.raises(UserError, match="must agree"):
+        infer(Stack((Take("s", "a"), Take("s", "c"))), {"s": reader.layout()})

@@ -59,10 +59,12 @@ def grouped_experts(folder: str, metadata: dict[str, bool]) -> dict[str, torch.T
     with parallel_state(layout, seed=0):
         from megatron.core import dist_checkpointing
         from megatron.core.process_groups_config import ProcessGroupCollection
-        from megatron.core.transformer.moe import experts, grouped_gemm_util
+        from megatron.core.transformer.moe import experts
 
         if not hasattr(experts, "GroupedMLP"):
             return None
+        from megatron.core.transformer.moe import grouped_gemm_util
+
         sizes = dict(num_attention_heads=2, num_query_groups=2, head_dim=4, vocab_size=16)
         model = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=6, moe=MoEConfig(num_experts=4), **sizes)
         config = transformer_config(model, layout)

@@ -35,6 +35,7 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
     with parallel_state(layout_config, seed=1):
         config = _Config(layout_config, RouterConfig(**options.get("router", {})), options.get("precision", "fp32"))
         config.freeze = options.get("freeze", [])
+        config.recompute = options.get("recompute", "none")
         trainee = build_trainee(config, source)  # type: ignore[arg-type]
         dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         size = options.get("micro_batch_size", 1)

@@ -35,8 +35,9 @@ def mix_arguments(config: MixConfig) -> list[str]:
     """The command line that asks for this mix."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     experts = {f"experts.{name}": path for name, path in values.pop("experts").items()}
-    spelled = {key: "null" if value is None else value for key, value in (values | experts).items()}
-    return ["mix", "--config-name", "btx", *(f"{key}={value}" for key, value in spelled.items())]
+    options = values.pop("options")
+    spelled = {key: "null" if value is None else value for key, value in (values | options | experts).items()}
+    return ["mix", "--config-name", config.recipe, *(f"{key}={value}" for key, value in spelled.items())]
 
 
 def forbid_reading(_: str) -> None:
@@ -63,3 +64,21 @@ def make_models(root: Path, *names: str, dtype: torch.dtype = torch.float32, **c
         top_k=min(2, len(names) + 1),
         workers=2,
     )
+
+
+def slow_writes(seconds: str) -> None:
+    """Makes every write of a tensor's part take longer; to be called in the command's process before it begins."""
+    import time
+
+    from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
+    from btx_nemo.checkpoints.torch_dist import DistSink
+
+    def slowed(write: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            time.sleep(float(seconds))
+            write(*arguments)
+
+        return run
+
+    for sink in (SafetensorsSink, DistSink):
+        sink.write = slowed(sink.write)  # type: ignore[method-assign]

@@ -51,6 +51,9 @@ class MemorySink:
             self.tensors[job.target] = torch.zeros(job.info.shape, dtype=getattr(torch, job.info.dtype))
         return [[(job, box)] for job in jobs for box in row_blocks(job.info, self.block_bytes)]
 
+    def offset(self, target: str, box: Box) -> int:
+        return 0
+
     def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
         self.tensors[target][tuple(slice(low, high) for low, high in box)] = tensor
         self.written.append((target, box))

@@ -1,0 +1,1 @@
+"""Embeddings of domains: what Nexus's router and FlexOlmo's fresh rows start from."""

@@ -1,0 +1,125 @@
+"""Time and memory of import, export and loading into a live model at four ranks, against `cp`.
+
+    python scripts/bench_convert.py FOLDER [--size small|large]
+
+Makes a random Mixtral in FOLDER (0.6 GB or 2.6 GB, bf16), then measures each step in a process of its own. `cp` and the
+step take turns, so that both see the same load of the machine and the same page cache. Memory is the highest resident
+set of a process; that of an interpreter that has imported what the step imports is stated beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SIZES = {
+    "small": dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=8),
+    "large": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=8),
+}
+LOAD = """
+import os, resource, sys
+import torch
+from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.megatron.load import load_weights
+from btx_nemo.megatron.model import build_model
+from btx_nemo.megatron.parallel import parallel_state
+from btx_nemo.train.source import open_source
+from pathlib import Path
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+torch.set_num_threads(1)
+source, layout = open_source(Path(sys.argv[1])), LayoutConfig(tp=2, ep=2)
+with parallel_state(layout, seed=0):
+    import megatron.core.models.gpt.gpt_model
+    from btx_nemo.routers import router_class
+    router_class("top_k")
+    before = resident()
+    gpt = build_model(source.model, layout, precision="bf16")
+    load_weights(gpt, source.expressions, source.readers, seed=0)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shard = sum(p.numel() * p.element_size() for p in gpt.parameters())
+    line = f"rank {os.environ['RANK']}: shard {shard / 1e6:.0f} MB, peak {(peak - before) / 1e6:.0f} MB above {before / 1e6:.0f} MB"
+    print(line, flush=True)
+"""  # noqa: E501
+
+
+def run(*command: str) -> tuple[float, float]:
+    """(seconds, highest resident set in MB) of a command."""
+    begin = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if os.waitstatus_to_exitcode(status):
+        sys.exit(f"failed: {' '.join(command)}")
+    return time.monotonic() - begin, usage.ru_maxrss * 1024 / 1e6
+
+
+def make_model(folder: Path, size: str) -> None:
+    """A random Mixtral in bf16."""
+    import torch
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **SIZES[size], num_attention_heads=16, num_key_value_heads=4, num_local_experts=4, vocab_size=32000
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(folder)
+
+
+def measure(root: Path) -> None:
+    """Import and export, three turns each."""
+    ours = [sys.executable, "-m", "btx_nemo"]
+    imports = "import torch, btx_nemo.cli, btx_nemo.convert.to_hf, btx_nemo.convert.to_megatron"
+    alone = run(sys.executable, "-c", imports)
+    print(f"interpreter with imports: {alone[0]:.1f} s, {alone[1]:.0f} MB")
+    size = sum(path.stat().st_size for path in (root / "hf").glob("*.safetensors"))
+    for step, source in (("import", "hf"), ("export", "ckpt")):
+        for verify in ("false", "tensors"):
+            turns = []
+            for _ in range(3):
+                for out in ("copy", "out"):
+                    shutil.rmtree(root / out, ignore_errors=True)
+                copied = run("sh", "-c", f"cp -r '{root / source}' '{root / 'copy'}' && sync '{root / 'copy'}'/*")
+                turns.append(
+                    (run(*ours, step, f"in={root / source}", f"out={root / 'out'}", f"verify={verify}"), copied)
+                )
+            (seconds, memory), (copy, _) = min(turns)[0], min(turn[1] for turn in turns)
+            work = max(seconds - alone[0], 1e-3)
+            print(
+                f"{step} verify={verify}: {seconds:.1f} s ({work:.1f} without imports), {size / work / 1e6:.0f} MB/s, "
+                f"{copy / work:.2f} of cp's speed ({copy:.1f} s), {memory - alone[1]:.0f} MB above the interpreter"
+            )
+            if step == "import" and verify == "false":
+                shutil.rmtree(root / "ckpt", ignore_errors=True)
+                (root / "out").rename(root / "ckpt")
+
+
+def main() -> None:
+    """Everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="small")
+    arguments = parser.parse_args()
+    root = arguments.folder
+    root.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not (root / "hf").exists():
+        code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench_convert as b; "
+        run(sys.executable, "-c", code + f"b.make_model(b.Path({str(root / 'hf')!r}), {arguments.size!r})")
+    measure(root)
+    for name in ("hf", "ckpt"):
+        (root / "load.py").write_text(LOAD)
+        print(f"{name} into a live model, tp=2 ep=2, 4 ranks:", flush=True)
+        torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=4", str(root / "load.py"), str(root / name))
+        subprocess.run([sys.executable, *torchrun], check=True)
+
+
+if __name__ == "__main__":
+    main()
