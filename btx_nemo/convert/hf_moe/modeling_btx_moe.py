@@ -23,6 +23,9 @@ from .attention_btx_moe import BtxMoeAttention, BtxMoeRMSNorm, BtxMoeRotary
 from .configuration_btx_moe import BtxMoeConfig
 from .experts_btx_moe import BtxMoeBlock, BtxMoeMLP, BtxMoeRouter
 
+# transformers 4 copies only the files that this one names.
+from .routing_btx_moe import top_k_gates as _  # noqa: F401
+
 CACHE = {"cache", "past_key_values"} & {field.name for field in dataclasses.fields(MoeModelOutputWithPast)}
 """What this transformers calls the cache."""
 MASKS = {

@@ -330,7 +330,10 @@ def test_the_rules_are_those_of_training() -> None:
     """One text in two places: the model's files have to do without this package."""
     assert Path(routing_btx_moe.__file__).read_bytes() == Path(functional.__file__).read_bytes()
     assert set(configuration_btx_moe.ROUTERS) == set(btx_moe.ROUTERS) == set(router_names())
-    for path in btx_moe.BtxMoe().files():
+    files = btx_moe.BtxMoe().files()
+    main = next(path.read_text() for path in files if path.name == "modeling_btx_moe.py")
+    assert all(f"from .{path.stem} import" in main for path in files if path.name != "modeling_btx_moe.py")
+    for path in files:
         imports = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
         assert len(imports) > 2 and not any("btx_nemo" in line or "megatron" in line for line in imports)
 
