@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from btx_nemo import __version__
 from btx_nemo.errors import BtxError, Stopped, UserError
+from btx_nemo.estimate.arguments import add_plan
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
 _ALONE_SECONDS = 5.0
@@ -141,6 +142,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, help="largest absolute difference (default 1e-4, or 1e-5 of the largest logit)"
     )
     _add_submit(command)
+    add_plan(command)
+    sub = command("plot", _plot, "Curves of one or several runs: losses, gradient norm, speed.")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    sub.add_argument("--out", type=Path, default=Path("curves.png"), help="figure (default: curves.png)")
     sub = command("demo", _demo, "The whole pipeline, small, on this machine, with real text.")
     sub.add_argument("--out", type=Path, default=Path("runs"), help="folder for all it makes (default: runs)")
     sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
@@ -291,6 +296,12 @@ def _submit(arguments: argparse.Namespace) -> None:
         sbatch_options=arguments.sbatch,
         overrides=arguments.passed_on,
     )
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from btx_nemo.analysis.curves import plot
+
+    plot(arguments.runs, arguments.out)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

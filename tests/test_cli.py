@@ -15,7 +15,20 @@ from btx_testing.runs import TinyWorld, logged_step
 
 from btx_nemo.cli import _parser, main
 
-COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
+COMMANDS = (
+    "doctor",
+    "prepare-data",
+    "train",
+    "mix",
+    "import",
+    "export",
+    "inspect",
+    "verify",
+    "submit",
+    "plan",
+    "plot",
+    "demo",
+)
 WRONG = [
     ([], "required: COMMAND"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),
