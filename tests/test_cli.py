@@ -15,6 +15,7 @@ from btx_testing.runs import TinyWorld, logged_step
 
 from btx_nemo.cli import _parser, main
 
+LAUNCH = ("submit", "status", "logs", "cancel", "stage", "losses")
 COMMANDS = (
     "doctor",
     "prepare-data",
@@ -24,7 +25,7 @@ COMMANDS = (
     "export",
     "inspect",
     "verify",
-    "submit",
+    *LAUNCH,
     "plan",
     "plot",
     "demo",

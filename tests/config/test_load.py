@@ -14,9 +14,10 @@ from btx_nemo.config.build import build
 from btx_nemo.config.load import conf_dir, load, save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
+from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.mix.config import MixConfig
 
-CLASSES = {"train": TrainConfig, "mix": MixConfig}
+CLASSES = {"train": TrainConfig, "mix": MixConfig, "submit": PipelineConfig}
 REQUIRED = {"expert": ["domain=math"], "tiny_expert": ["domain=math"], "btx": ["experts.math=m", "out=o"]}
 FILES = sorted((path.parent.name, path.stem) for path in conf_dir().glob("*/[!_]*.yaml"))
 
