@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from btx_nemo import __version__
 from btx_nemo.errors import BtxError, Stopped, UserError
+from btx_nemo.estimate.arguments import add_plan
 from btx_nemo.launch.cli import add_commands as add_launch_commands
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
@@ -157,6 +158,10 @@ def _parser() -> argparse.ArgumentParser:
         "--tolerance", type=float, help="largest absolute difference (default 1e-4, or 1e-5 of the largest logit)"
     )
     add_launch_commands(command)
+    add_plan(command)
+    sub = command("plot", _plot, "Curves of one or several runs: losses, gradient norm, speed.")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    sub.add_argument("--out", type=Path, default=Path("curves.png"), help="figure (default: curves.png)")
     sub = command("demo", _demo, "The whole pipeline, small, on this machine, with real text.")
     sub.add_argument("--out", type=Path, default=Path("runs"), help="folder for all it makes (default: runs)")
     sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
@@ -325,6 +330,12 @@ def _verify(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.verify import verify
 
     verify(arguments.a, arguments.b, tolerance=arguments.tolerance)
+
+
+def _plot(arguments: argparse.Namespace) -> None:
+    from btx_nemo.analysis.curves import plot
+
+    plot(arguments.runs, arguments.out)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

@@ -20,6 +20,7 @@ from btx_nemo.mix.recipes.base import RECIPES, get_recipe
 
 REQUIRED = {
     "expert": ["domain=math"],
+    "router": ["steps=1"],
     "tiny_expert": ["domain=math"],
     **{name: ["out=o"] for name in ("sparse_upcycling", "nvidia_upcycling", "drop_upcycling", "from_scratch")},
     **{name: ["experts.math=m", "out=o"] for name in ("btx", "divmoe", "two_expert", "flexolmo", "bar", "bam")},
@@ -214,7 +215,7 @@ def test_a_file_without_end_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="known: expert, mix, mix_frozen, tiny_expert, tiny_mix, tiny_seed"):
+    with pytest.raises(UserError, match="known: expert, mix, mix_frozen, router, tiny_expert, tiny_mix, tiny_router"):
         load("train", "nope", [])
     with pytest.raises(UserError, match="known: none"):
         load("train", "nope", [], str(tmp_path))
