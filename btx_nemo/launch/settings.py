@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from btx_nemo.config.build import build
 from btx_nemo.config.load import load
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
-from btx_nemo.mix.config import MixConfig
+from btx_nemo.mix.config import read_config
 
-KINDS: dict[str, tuple[str, type]] = {
-    "train_seed.sh": ("train", TrainConfig),
-    "train_expert.sh": ("train", TrainConfig),
-    "mix.sh": ("mix", MixConfig),
-    "train_router.sh": ("train", TrainConfig),
-    "train_mix.sh": ("train", TrainConfig),
+
+def _training(values: dict[str, Any], where: str) -> TrainConfig:
+    return build(TrainConfig, values, where=where)
+
+
+READERS: dict[str, Callable[[dict[str, Any], str], object]] = {"train": _training, "mix": read_config}
+FOLDERS = {
+    "train_seed.sh": "train",
+    "train_expert.sh": "train",
+    "mix.sh": "mix",
+    "train_router.sh": "train",
+    "train_mix.sh": "train",
 }
-"""What each script's settings are of."""
+"""The folder of conf/ that each script's settings are in."""
 
 
 def check_settings(jobs: Iterable[Job]) -> None:
@@ -30,10 +37,10 @@ def check_settings(jobs: Iterable[Job]) -> None:
     seen = set()
     for job in jobs:
         settings = tuple(argument for argument in job.args if "=" in argument)
-        if job.script not in KINDS or os.environ.get("BTX_CLI") or (job.script, settings) in seen:
+        if job.script not in FOLDERS or os.environ.get("BTX_CLI") or (job.script, settings) in seen:
             continue
         seen.add((job.script, settings))
-        folder, cls = KINDS[job.script]
+        folder = FOLDERS[job.script]
         flags = dict(s.removeprefix("--").split("=", 1) for s in settings if s.startswith("--"))
         overrides = [setting for setting in settings if not setting.startswith("--")]
         own = ["out=out"]
@@ -42,6 +49,6 @@ def check_settings(jobs: Iterable[Job]) -> None:
             own.append("domain=d")
         try:
             values = load(folder, name, [*own, *overrides], flags.get("config-path"))
-            build(cls, values, where=f"{folder}/{name}.yaml")
+            READERS[folder](values, f"{folder}/{name}.yaml")
         except UserError as error:
             raise UserError(f"{job.name}: {error}") from error
