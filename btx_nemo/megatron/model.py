@@ -17,7 +17,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(
-    model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32", recompute: str = "none"
+    model: ModelConfig,
+    layout: LayoutConfig,
+    *,
+    precision: str = "fp32",
+    recompute: str = "none",
+    per_token_loss: bool = False,
 ) -> Any:
     """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,7 +55,8 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         attention_dropout=0.0,
-        hidden_dropout=0.0,
+        hidden_dropout=0.0,  # train/dropout.py has its own, which no layout changes
+        calculate_per_token_loss=per_token_loss,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
@@ -77,6 +83,7 @@ def build_model(
     precision: str = "fp32",
     router: RouterConfig | None = None,
     recompute: str = "none",
+    per_token_loss: bool = False,
     transformer_engine: bool | None = None,
 ) -> torch.nn.Module:
     """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered.
@@ -88,7 +95,7 @@ def build_model(
 
     from btx_nemo.megatron.platform import device
 
-    config = transformer_config(model, layout, precision=precision, recompute=recompute)
+    config = transformer_config(model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss)
     gpt = GPTModel(
         config,
         block_spec(

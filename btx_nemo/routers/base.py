@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,13 @@ from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Normal
 from btx_nemo.routers.losses import LOSSES, Decision
+from btx_nemo.routers.noise import generator_of, micro_batch_seed
 from btx_nemo.routers.statistics import RoutingStatistics
 
 Fresh = Mapping[str, tuple[tuple[int, ...], Expr | None]]
 """Key within the layer's `mlp` -> (shape, value when fresh; None where it has to be given)."""
 
 _FOREIGN = {
-    "calculate_per_token_loss": False,
     "moe_router_fusion": False,
     "moe_pad_expert_input_to_capacity": False,
     "moe_router_padding_for_fp8": False,
@@ -57,6 +57,8 @@ class BaseRouter(Router):
     """The one number of experts per token that the rule knows; None when `moe.top_k` chooses."""
     variable_selection = False
     """Whether tokens may go to more or fewer than top_k experts, so that the dispatcher has to count."""
+    rows = True
+    """Whether the router's weight has a row for each expert."""
     extra_losses: tuple[str, ...] = ()
     """Losses that need something which only this router has."""
 
@@ -72,6 +74,10 @@ class BaseRouter(Router):
         self.weight.data = self.weight.data.float()
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
         self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
+        self.loss_tokens: dict[int, Tensor] = {}
+        """Seed of a micro-batch -> tokens of its training loss, for a loss per token; the training loop fills it."""
+        self._held: list[tuple[torch.nn.Parameter, int]] = []
+        self._hold(self.weight, first=0)
         self.begin_step(0)
 
     # What a router says of itself before any is built.
@@ -113,6 +119,9 @@ class BaseRouter(Router):
                 )
             if not 0 <= weight < math.inf:
                 raise UserError(f"router.losses.{name}={weight}: must not be negative")
+        check_frozen_rows(router.frozen_rows, moe_of(model), cls.rows)
+        if router.frozen_rows and router.reset:
+            raise UserError("router.reset=true would freeze fresh rows; give it or router.frozen_rows")
         if not 0 <= router.input_jitter < 1:
             raise UserError(f"router.input_jitter={router.input_jitter}: must lie between 0 and 1, without 1")
         if not 0 <= router.init_scale < math.inf:
@@ -162,11 +171,16 @@ class BaseRouter(Router):
     def begin_step(self, step: int) -> None:
         """Called before each optimizer step with the number of steps taken."""
         self.step = step
+        self.loss_tokens.clear()
         self._global_load: Tensor | None = None
         self._global_count = 0
+        self._before = [row.detach().clone() for row in self._frozen()]
 
+    @torch.no_grad()
     def after_step(self) -> None:
         """Called after each optimizer step; projects parameters back to where they may be."""
+        for row, before in zip(self._frozen(), self._before, strict=True):
+            row.copy_(before)  # which weight decay has shrunk
 
     # The frame around it.
 
@@ -194,7 +208,7 @@ class BaseRouter(Router):
         if self.training and torch.is_grad_enabled() and self.losses:
             losses = self._losses(decision)
             total = torch.stack([self.losses[name] * loss for name, loss in losses.items()]).sum()
-            gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, total)
+            gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, total * self._loss_scale())
         if torch.is_grad_enabled() or not self.training:  # once a micro-batch, recomputation or not
             self.statistics.add(decision.logits_TE, decision.gates_TE, selected_TE, kept_TE, valid_T, losses)
         return gates_TE, kept_TE
@@ -208,6 +222,16 @@ class BaseRouter(Router):
             decision = dataclasses.replace(decision, global_load_E=self._update_global_load(decision))
         options = {"btx": {"detach_u": self.options.detach_u}}
         return {name: LOSSES[name](decision, **options.get(name, {})) for name in self.losses}
+
+    def _loss_scale(self) -> Tensor | int:
+        """What the micro-batch's losses are multiplied with, so that Megatron's own scaling leaves their mean.
+
+        With a loss per token it divides all gradients by the step's tokens, so a micro-batch counts as its tokens do:
+        those of the training loss where the training loop says them, else those that are routed.
+        """
+        if not self.config.calculate_per_token_loss:
+            return 1
+        return self.loss_tokens.get(micro_batch_seed(), self.tokens)
 
     @torch.no_grad()
     def _update_global_load(self, decision: Decision) -> Tensor:
@@ -245,12 +269,10 @@ class BaseRouter(Router):
     def noise(self, width: int, draw: Callable[[Tensor, torch.Generator], Tensor], *, salt: int = 0) -> Tensor:
         """Noise [T, width] for this rank's tokens, cut from a draw for the whole micro-batch.
 
-        `draw(empty, generator)` fills fp32 memory. The seed is that of torch's CPU generator, which the training loop
-        sets for each micro-batch and Megatron's recomputation restores.
+        `draw(empty, generator)` fills fp32 memory; `salt` tells apart what one layer draws. See `noise.py`.
         """
         group, local, device = self.tp_cp_group, self.length, next(self.parameters()).device
-        seed = (torch.initial_seed() * 1_000_003 + int(self.layer_number or 0) * 8191 + salt) % (1 << 63)
-        generator = torch.Generator(device=device).manual_seed(seed)
+        generator = generator_of(device, micro_batch_seed(), int(self.layer_number or 0), salt)
         whole = draw(torch.empty(local * group.size(), self.sequences, width, device=device), generator)
         return whole[group.rank() * local : (group.rank() + 1) * local].flatten(0, 1)
 
@@ -263,11 +285,34 @@ class BaseRouter(Router):
 
     # fp32 whatever the model's dtype.
 
-    def parameter(self, *shape: int) -> torch.nn.Parameter:
-        """A further fp32 parameter, undefined, whose gradient Megatron sums over ranks as it does the weight's."""
+    def parameter(self, *shape: int, first: int | None = None) -> torch.nn.Parameter:
+        """A further fp32 parameter, undefined, whose gradient Megatron sums over ranks as it does the weight's.
+
+        `first` is the expert of its first row, where it has a row for each expert from there.
+        """
         value = torch.nn.Parameter(torch.empty(*shape, dtype=torch.float32))
         value.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        if first is not None:
+            self._hold(value, first)
         return value
+
+    # Rows of frozen experts: no gradient, and the same bits after a step, weight decay or not.
+
+    def _hold(self, parameter: torch.nn.Parameter, first: int) -> None:
+        rows = [expert - first for expert in self.options.frozen_rows if expert >= first]
+
+        def without(gradient: Tensor) -> Tensor:
+            gradient = gradient.clone()
+            for row in rows:
+                gradient[row] = 0
+            return gradient
+
+        if rows:
+            parameter.register_hook(without)
+            self._held += [(parameter, row) for row in rows]
+
+    def _frozen(self) -> list[Tensor]:
+        return [parameter[row] for parameter, row in self._held]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves between devices; Float16Module's cast leaves parameters and buffers as they are."""
@@ -291,3 +336,14 @@ def moe_of(model: ModelConfig) -> MoEConfig:
     """The mixture of a model that is one."""
     assert model.moe is not None
     return model.moe
+
+
+def check_frozen_rows(frozen: Sequence[int], moe: MoEConfig, rows: bool) -> None:
+    """Raises UserError for rows that are not there, and where none would train."""
+    if frozen and not rows:
+        raise UserError(f"router.frozen_rows={list(frozen)}: moe.router={moe.router} has no rows of its own to freeze")
+    for expert in frozen:
+        if not 0 <= expert < moe.num_experts:
+            raise UserError(f"router.frozen_rows={list(frozen)}: there are experts 0 to {moe.num_experts - 1}")
+    if len(set(frozen)) == moe.num_experts:
+        raise UserError(f"router.frozen_rows={list(frozen)} are all rows; give freeze=[*.mlp.router.*] for that")

@@ -35,6 +35,7 @@ class NexusRouter(BaseRouter):
         """Folder with a model.safetensors that holds `domain_embeddings` [N, D]; read when the router is fresh."""
 
     only_top_k = 1
+    rows = False
 
     def __init__(self, *args: object, **kwargs: object):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

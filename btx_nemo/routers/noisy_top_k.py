@@ -21,7 +21,7 @@ class NoisyTopKRouter(BaseRouter):
 
     def __init__(self, *args: object, **kwargs: object):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.noise_weight = self.parameter(self.moe.num_experts, self.config.hidden_size)
+        self.noise_weight = self.parameter(self.moe.num_experts, self.config.hidden_size, first=0)
 
     @classmethod
     def check_training(cls, model: ModelConfig, router: RouterConfig) -> None:

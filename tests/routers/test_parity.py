@@ -18,6 +18,10 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "top_k": {"moe": {"router": "top_k"}},
     "top_k-before": {"moe": {"options": {"softmax": "before", "renormalise": False}, "top_k": 1}},
     "switch": {"moe": {"router": "switch", "options": {"capacity_factor": 1.0}}},
+    "switch-dropout": {
+        "moe": {"router": "switch", "options": {"capacity_factor": 0.0}},
+        "dropout": {"hidden": 0.1, "expert": 0.4},
+    },
     "soft": {"moe": {"router": "soft"}},
     "sample_top1": {"moe": {"router": "sample_top1"}, "first": 3000},
     "noisy_top_k": {"moe": {"router": "noisy_top_k"}},
@@ -33,12 +37,13 @@ ROUTERS: dict[str, dict[str, Any]] = {
     "flexolmo": {"moe": {"router": "flexolmo", "options": {"bias": True}}},
 }
 LOSSES = {"btx": 0.5, "switch": 0.5, "hf": 0.1, "switch_seq": 0.3, "importance": 0.2, "z": 0.1}
+# (tp, pp, ep, dp), dp being the ranks that have the same expert: Megatron's data-parallel ranks are ep * dp / tp.
 LAYOUTS = [
-    pytest.param({"tp": 2, "pp": 1, "ep": 2}, 2, id="tp2-ep2"),
-    pytest.param({"tp": 1, "pp": 2, "ep": 2}, 4, id="pp2-ep2-dp2"),
-    pytest.param({"tp": 1, "pp": 1, "ep": 2}, 2, id="ep2-dp2"),
+    pytest.param({"tp": 2, "pp": 1, "ep": 2}, 2, 1, id="tp2-ep2"),
+    pytest.param({"tp": 1, "pp": 2, "ep": 2}, 4, 2, id="pp2-ep2"),
+    pytest.param({"tp": 1, "pp": 1, "ep": 2}, 4, 4, id="ep2-dp2"),
 ]
-BATCH = random_batch(256, total=4, length=32)
+BATCH = random_batch(256, total=16, length=16)
 
 
 @pytest.fixture(scope="module")
@@ -63,18 +68,27 @@ def close(ours: Any, theirs: Any, rel: float = 1e-4, atol: float = 1e-6) -> None
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_step_is_the_same_at_every_layout(ranks: RankPool, mixtral: Path, name: str) -> None:
-    for rows in (2, 1):  # two or four micro-batches
-        settings = options(name, micro_batch_size=rows, steps=2)
-        (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, settings, ranks=1)
-        expected = router_jobs.whole([alone])
-        assert all(torch.isfinite(value).all() for value in expected.values())
-        for parameter in LAYOUTS if rows == 1 else LAYOUTS[:1]:
-            layout, count = parameter.values  # type: ignore[misc]
-            results = ranks.run(router_jobs.steps, str(mixtral), layout, BATCH, settings, ranks=count)
-            agree(results, alone, expected)
+    """With one and with four micro-batches on each data-parallel rank."""
+    alone: dict[tuple[int, int], dict] = {}
+    for parameter in LAYOUTS:
+        layout, count, dp = parameter.values
+        for microbatches, rows in ((1, 2), (4, 1)):
+            total = microbatches * rows * dp  # type: ignore[operator]
+            settings, batch = options(name, micro_batch_size=rows, steps=2), first(total)
+            if (total, rows) not in alone:
+                (alone[total, rows],) = ranks.run(router_jobs.steps, str(mixtral), {}, batch, settings, ranks=1)
+            results = ranks.run(router_jobs.steps, str(mixtral), layout, batch, settings, ranks=count)
+            agree(results, alone[total, rows])
 
 
-def agree(results: list[dict], alone: dict, expected: dict[str, torch.Tensor]) -> None:
+def first(total: int) -> dict[str, torch.Tensor]:
+    """The first sequences of the batch."""
+    return {key: value[:total] for key, value in BATCH.items()}
+
+
+def agree(results: list[dict], alone: dict) -> None:
+    expected = router_jobs.whole([alone])
+    assert all(torch.isfinite(value).all() for value in expected.values())
     for result in results:
         close(result["losses"], alone["losses"])
         close(result["norms"], alone["norms"])
@@ -97,13 +111,13 @@ def agree(results: list[dict], alone: dict, expected: dict[str, torch.Tensor]) -
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_recomputation_routes_the_same_again(ranks: RankPool, mixtral: Path, name: str) -> None:
-    (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, options(name), ranks=1)
-    (again,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, options(name, recompute="full"), ranks=1)
-    agree([again], alone, router_jobs.whole([alone]))
+    (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, first(4), options(name), ranks=1)
+    (again,) = ranks.run(router_jobs.steps, str(mixtral), {}, first(4), options(name, recompute="full"), ranks=1)
+    agree([again], alone)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_the_router_stays_fp32_in_a_bf16_model(ranks: RankPool, mixtral: Path, name: str) -> None:
-    (result,) = ranks.run(router_jobs.steps, str(mixtral), {}, BATCH, options(name, precision="bf16"), ranks=1)
+    (result,) = ranks.run(router_jobs.steps, str(mixtral), {}, first(4), options(name, precision="bf16"), ranks=1)
     assert result["dtypes"] and set(result["dtypes"].values()) == {"torch.float32"}
     assert all(math.isfinite(loss) for loss in result["losses"])

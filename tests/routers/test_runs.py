@@ -23,7 +23,13 @@ RUNS = {
     "noisy_top_k": {"moe__router": "noisy_top_k", "router__losses__load": 0.1, "router__input_jitter": 0.01},
     "nexus": NEXUS,
     "flexolmo": {"moe__router": "flexolmo", "moe__options__bias": "true", "router__reset": "true"},
-    "switch-bf16": {"moe__router": "switch", "precision": "bf16"},
+    "switch-bf16": {
+        "moe__router": "switch",
+        "precision": "bf16",
+        "dropout__expert": 0.4,
+        "dropout__hidden": 0.1,
+        "per_token_loss": "true",
+    },
 }
 
 

@@ -152,7 +152,6 @@ def refusals() -> list[str]:
     messages = []
     with parallel_state(LayoutConfig(), seed=1):
         for key, value in (
-            ("calculate_per_token_loss", True),
             ("moe_router_fusion", True),
             ("moe_pad_expert_input_to_capacity", True),
             ("moe_router_load_balancing_type", "aux_loss"),
@@ -210,3 +209,27 @@ def own_router(name: str) -> list[float]:
         router(torch.randn(LENGTH, ROWS, HIDDEN))
         sums = router.statistics.collect()
         return (sums.selected / sums.selected.sum()).tolist()
+
+
+def per_token(loss: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The gradient of a loss on the router's weight, without and with a loss per token, and the valid tokens."""
+    import torch.distributed as dist
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from btx_nemo.megatron.parallel import parallel_state
+
+    with parallel_state(LayoutConfig(**layout), seed=1):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+        mask = torch.rand(LENGTH, ROWS, generator=torch.Generator().manual_seed(2)) < 0.3
+        own = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        grads = []
+        for on in (False, True):
+            router = make("top_k", (loss,), calculate_per_token_loss=on)
+            gates, _ = router(hidden[own], mask[own])
+            (gates * 0).sum().backward()
+            dist.all_reduce(router.weight.grad)
+            grads.append(router.weight.grad)
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        return grads[0], grads[1], int((~mask).sum())
