@@ -94,6 +94,35 @@ def test_a_resumed_run_is_the_run(
         assert (penalty <= 0).all() and (penalty < 0).any()
 
 
+@pytest.mark.parametrize("name", ["sample_top1", "noisy_top_k", "nexus", "flexolmo"])
+def test_router_state_is_resharded(
+    world: TinyWorld, commands: CommandServer, domains: Path, tmp_path: Path, name: str
+) -> None:
+    """Saved at tp2 pp2 ep2, resumed at one rank and at another layout: the run of one rank."""
+    assert commands.run(*arguments(world, domains, name, tmp_path / "whole")).code == 0
+    expected = stored(tmp_path / "whole" / "checkpoints" / "step_00000006")
+    out = tmp_path / "spread"
+    spread = [*arguments(world, domains, name, out), "layout.tp=2", "layout.pp=2", "layout.ep=2"]
+    before = "btx_testing.death:term_at?btx_nemo.train.run:train_step:3"
+    assert [rank.wait().code for rank in commands.start_ranks(4, *spread, before=before)] == [75] * 4
+    for layout, count in (([], 1), (["layout.ep=2"], 2)):
+        again = Path(shutil.copytree(out, tmp_path / f"again{count}"))
+        for ended in commands.run_ranks(count, *arguments(world, domains, name, again), *layout):
+            assert ended.code == 0, ended.err
+        assert curve(again) == pytest.approx(curve(tmp_path / "whole"), abs=1e-4)
+        found = stored(again / "checkpoints" / "step_00000006")
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], atol=2e-3 if value.is_floating_point() else 0, rtol=0)
+        if name == "nexus":
+            key = "decoder.layers.1.mlp.router.domain_embeddings"
+            assert torch.equal(found[key], expected[key])
+
+
+def curve(out: Path) -> list[float]:
+    return [value for r in metrics(out) for value in (r.get("loss"), *r.get("valid", {}).values()) if value is not None]
+
+
 def test_metrics_hold_the_routing(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     out = tmp_path / "run"
     more = {"moe__router": "switch", "moe__options__capacity_factor": 1.0, "export": "false", "steps": 2}
