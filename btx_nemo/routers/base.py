@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +24,14 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Normal
+from btx_nemo.routers.foreign import check_megatron
 from btx_nemo.routers.losses import LOSSES, Decision
 from btx_nemo.routers.noise import generator_of, micro_batch_seed
+from btx_nemo.routers.rows import FrozenRows, check_frozen_rows
 from btx_nemo.routers.statistics import RoutingStatistics
 
 Fresh = Mapping[str, tuple[tuple[int, ...], Expr | None]]
 """Key within the layer's `mlp` -> (shape, value when fresh; None where it has to be given)."""
-
-_FOREIGN = {
-    "moe_router_fusion": False,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_router_padding_for_fp8": False,
-    "moe_router_padding_for_quantization": False,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_load_balancing_type": "none",
-}
-"""Settings of Megatron's own router that ours does not obey, with the value that asks for nothing."""
 
 
 class BaseRouter(Router):
@@ -66,18 +58,16 @@ class BaseRouter(Router):
         self, config: Any, pg_collection: Any = None, *, model: ModelConfig, options: RouterConfig, **kwargs: Any
     ):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        for name, nothing in _FOREIGN.items():
-            if getattr(config, name, nothing) not in (nothing, None):
-                raise UserError(f"{name}={getattr(config, name)} is not supported by the routers of btx_nemo; leave it")
         assert model.moe is not None
+        check_megatron(config, type(self), model.moe)
         self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
         self.weight.data = self.weight.data.float()
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
         self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
         self.loss_tokens: dict[int, Tensor] = {}
         """Seed of a micro-batch -> tokens of its training loss, for a loss per token; the training loop fills it."""
-        self._held: list[tuple[torch.nn.Parameter, int]] = []
-        self._hold(self.weight, first=0)
+        self.frozen_rows = FrozenRows(options.frozen_rows)
+        self.frozen_rows.add(self.weight, first=0)
         self.begin_step(0)
 
     # What a router says of itself before any is built.
@@ -174,13 +164,11 @@ class BaseRouter(Router):
         self.loss_tokens.clear()
         self._global_load: Tensor | None = None
         self._global_count = 0
-        self._before = [row.detach().clone() for row in self._frozen()]
+        self.frozen_rows.remember()
 
-    @torch.no_grad()
     def after_step(self) -> None:
         """Called after each optimizer step; projects parameters back to where they may be."""
-        for row, before in zip(self._frozen(), self._before, strict=True):
-            row.copy_(before)  # which weight decay has shrunk
+        self.frozen_rows.restore()
 
     # The frame around it.
 
@@ -293,26 +281,8 @@ class BaseRouter(Router):
         value = torch.nn.Parameter(torch.empty(*shape, dtype=torch.float32))
         value.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
         if first is not None:
-            self._hold(value, first)
+            self.frozen_rows.add(value, first)
         return value
-
-    # Rows of frozen experts: no gradient, and the same bits after a step, weight decay or not.
-
-    def _hold(self, parameter: torch.nn.Parameter, first: int) -> None:
-        rows = [expert - first for expert in self.options.frozen_rows if expert >= first]
-
-        def without(gradient: Tensor) -> Tensor:
-            gradient = gradient.clone()
-            for row in rows:
-                gradient[row] = 0
-            return gradient
-
-        if rows:
-            parameter.register_hook(without)
-            self._held += [(parameter, row) for row in rows]
-
-    def _frozen(self) -> list[Tensor]:
-        return [parameter[row] for parameter, row in self._held]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moves between devices; Float16Module's cast leaves parameters and buffers as they are."""
@@ -336,14 +306,3 @@ def moe_of(model: ModelConfig) -> MoEConfig:
     """The mixture of a model that is one."""
     assert model.moe is not None
     return model.moe
-
-
-def check_frozen_rows(frozen: Sequence[int], moe: MoEConfig, rows: bool) -> None:
-    """Raises UserError for rows that are not there, and where none would train."""
-    if frozen and not rows:
-        raise UserError(f"router.frozen_rows={list(frozen)}: moe.router={moe.router} has no rows of its own to freeze")
-    for expert in frozen:
-        if not 0 <= expert < moe.num_experts:
-            raise UserError(f"router.frozen_rows={list(frozen)}: there are experts 0 to {moe.num_experts - 1}")
-    if len(set(frozen)) == moe.num_experts:
-        raise UserError(f"router.frozen_rows={list(frozen)} are all rows; give freeze=[*.mlp.router.*] for that")

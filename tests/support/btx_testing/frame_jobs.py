@@ -144,23 +144,82 @@ def casts() -> dict[str, Any]:
         return {"weight": str(router.weight.dtype), "exact": torch.equal(router.weight, before)}
 
 
-def refusals() -> list[str]:
-    """Messages for settings that our routers would ignore."""
+FOREIGN = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    "moe_input_jitter_eps": 0.01,
+    "moe_router_dtype": "fp64",
+    "moe_router_fusion": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.0,
+    "moe_router_topk_limited_devices": 2,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_force_load_balancing": True,
+    "moe_token_dropping": True,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_router_padding_for_fp8": True,
+    "moe_router_padding_for_quantization": True,
+    "moe_expert_capacity_factor": 1.25,
+    "moe_router_topk": 3,
+    "num_moe_experts": 8,
+}
+"""Settings of Megatron's router that ask for what ours does not do."""
+
+
+def refusals() -> dict[str, list[str]]:
+    """Setting -> what each router says to it, in one line."""
+    from btx_nemo.errors import UserError
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.routers import router_names
+
+    messages: dict[str, list[str]] = {key: [] for key in FOREIGN}
+    with parallel_state(LayoutConfig(), seed=1):
+        for name in router_names():
+            for key, value in FOREIGN.items():
+                try:
+                    make(name, **{key: value})
+                    messages[key].append(f"{name}: accepted")
+                except UserError as error:
+                    messages[key].append(str(error))
+    return messages
+
+
+def context_parallel(name: str) -> tuple[dict, dict]:
+    """The outcome of a router on two context-parallel ranks, with padding, and on one."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    from btx_nemo.megatron.platform import cpu_platform
+
+    hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    mask = torch.rand(LENGTH, ROWS, generator=torch.Generator().manual_seed(2)) < 0.3
+    outcomes = []
+    with cpu_platform():
+        for size in (2, 1):
+            mpu.initialize_model_parallel(context_parallel_size=size)
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            router = make(name, context_parallel_size=size)
+            outcomes.append(_outcome(router, hidden, mask, size, mpu.get_context_parallel_rank()))
+            mpu.destroy_model_parallel()
+    both, one = outcomes
+    # On one context-parallel rank the two processes are data parallel and did the same: their sum is twice as much.
+    return both, {key: value / 2 for key, value in one.items()}
+
+
+def switch_under_context_parallelism() -> str:
+    """What the switch router says to two context-parallel ranks."""
     from btx_nemo.errors import UserError
     from btx_nemo.megatron.parallel import parallel_state
 
-    messages = []
     with parallel_state(LayoutConfig(), seed=1):
-        for key, value in (
-            ("moe_router_fusion", True),
-            ("moe_pad_expert_input_to_capacity", True),
-            ("moe_router_load_balancing_type", "aux_loss"),
-        ):
-            try:
-                make("top_k", **{key: value})
-            except UserError as error:
-                messages.append(str(error))
-    return messages
+        try:
+            make("switch", context_parallel_size=2)
+        except UserError as error:
+            return str(error)
+    return "accepted"
 
 
 def noise() -> dict[str, bool]:
