@@ -46,6 +46,6 @@ def check_megatron(config: Any, kind: Any, moe: MoEConfig) -> None:
     for name, value in needed.items():
         if getattr(config, name) != value:
             raise UserError(
-                f"{name}={getattr(config, name)}: moe.router={moe.router} needs {value} here; a capacity or a number of "
-                "experts is the router's own (moe.options.capacity_factor of switch and expert_choice, moe.top_k)"
+                f"{name}={getattr(config, name)}: moe.router={moe.router} needs {value} here; a capacity or a number "
+                "of experts is the router's own (moe.options.capacity_factor of switch and expert_choice, moe.top_k)"
             )

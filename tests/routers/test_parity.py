@@ -86,6 +86,33 @@ def first(total: int) -> dict[str, torch.Tensor]:
     return {key: value[:total] for key, value in BATCH.items()}
 
 
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [({"ep": 4}, 4), ({"ep": 2}, 2), ({"tp": 2, "ep": 1}, 2), ({"tp": 2, "ep": 4}, 4)],
+    ids=["ep4", "ep2", "tp2-ep1", "tp2-ep4-dp2"],
+)
+def test_groups_may_be_more_or_fewer_than_expert_parallel_ranks(
+    ranks: RankPool, mixtral: Path, layout: dict[str, int], count: int
+) -> None:
+    """Two groups of two on one, two and four ranks: a rank has two groups, one, or half of one."""
+    (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, first(4), options("divmoe", steps=2), ranks=1)
+    agree(ranks.run(router_jobs.steps, str(mixtral), layout, first(4), options("divmoe", steps=2), ranks=count), alone)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"), [({"tp": 2, "ep": 2}, 2), ({"pp": 2}, 2), ({"tp": 2, "pp": 2, "ep": 2}, 4)]
+)
+def test_global_counts_are_the_same_where_the_batch_is_cut_alike(
+    ranks: RankPool, mixtral: Path, layout: dict[str, int], count: int
+) -> None:
+    """Four micro-batches, each with the counts so far; also when they are computed again in the backward pass."""
+    settings = {"moe": {"router": "top_k"}, "router": {"losses": {"switch_global": 0.5}}, "steps": 2}
+    (alone,) = ranks.run(router_jobs.steps, str(mixtral), {}, first(4), settings, ranks=1)
+    for recompute in ("none", "full"):
+        more = {**settings, "recompute": recompute}
+        agree(ranks.run(router_jobs.steps, str(mixtral), layout, first(4), more, ranks=count), alone)
+
+
 def agree(results: list[dict], alone: dict) -> None:
     expected = router_jobs.whole([alone])
     assert all(torch.isfinite(value).all() for value in expected.values())

@@ -67,6 +67,26 @@ def test_order_of_position_is_lost_under_context_parallelism(ranks: RankPool) ->
     assert "moe.router=switch drops in order of position" in message
 
 
+@pytest.mark.parametrize(
+    ("name", "gone", "settings"),
+    [
+        ("top_k", [1], ({}, {})),
+        ("flexolmo", [2], ({"bias": True}, {"bias": True})),
+        ("nexus", [3], ({"embedding_size": 4}, {"embedding_size": 4})),
+        ("divmoe", [2, 3], ({"groups": 3}, {"groups": 2})),  # a domain is a group
+        ("soft", [0], ({}, {})),
+    ],
+)
+def test_an_expert_that_opted_out_was_never_there(
+    ranks: RankPool, name: str, gone: list[int], settings: tuple[dict, dict]
+) -> None:
+    """Deleting its row (embedding, group) from a router's state is a logit of minus infinity."""
+    (found,) = ranks.run(frame_jobs.opted_out, name, 6, gone, settings, ranks=1)
+    assert torch.equal(found["kept"], found["kept never"])
+    torch.testing.assert_close(found["out"], found["never"], atol=1e-6, rtol=1e-6)
+    assert (found["gone"] == 0).all()
+
+
 def test_a_router_without_rows_has_none_to_freeze() -> None:
     moe = MoEConfig(num_experts=4, top_k=1, router="nexus")
     with pytest.raises(UserError, match=r"router\.frozen_rows=\[0\]: moe\.router=nexus has no rows of its own"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -148,3 +149,4 @@ def test_a_dead_expert_and_a_frozen_router_are_named(world: TinyWorld, commands:
     assert ended.code == 0, ended.err
     assert "warning: the routers are frozen, so that router.losses={'btx': 0.01} move only" in ended.err
     assert "got no token in this step" in ended.err  # four tokens for four experts
+    assert re.search(r"mix 2/2  loss .*  load [▁-█]{4} [▁-█]{4}  entropy \d+%  dead \d", ended.err)

@@ -20,7 +20,14 @@ LOSSES = ("btx", "switch", "hf", "switch_seq", "importance", "z")
 HIDDEN, EXPERTS, LENGTH, ROWS = 8, 4, 8, 3
 
 
-def make(name: str, losses: tuple[str, ...] = LOSSES, layer: int = 2, **changes: Any) -> Any:
+def make(
+    name: str,
+    losses: tuple[str, ...] = LOSSES,
+    layer: int = 2,
+    experts: int = EXPERTS,
+    settings: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     """A router with random weights, the same on all ranks; its micro-batches are [LENGTH, ROWS, HIDDEN]."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -30,7 +37,7 @@ def make(name: str, losses: tuple[str, ...] = LOSSES, layer: int = 2, **changes:
     kind = router_class(name)
     top_k = kind.only_top_k or 2
     moe = MoEConfig(
-        num_experts=EXPERTS, top_k=top_k, router=name, options=OPTIONS.get(name, {}),
+        num_experts=experts, top_k=top_k, router=name, options=OPTIONS.get(name, {}) if settings is None else settings,
         shared_expert_intermediate_size=8 if name == "nexus" else None,
     )  # fmt: skip
     model = ModelConfig(
@@ -292,3 +299,38 @@ def per_token(loss: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Te
             grads.append(router.weight.grad)
         MoEAuxLossAutoScaler.main_loss_backward_scale = scale
         return grads[0], grads[1], int((~mask).sum())
+
+
+def opted_out(name: str, experts: int, gone: list[int], settings: tuple[dict, dict]) -> dict[str, torch.Tensor]:
+    """A router whose experts `gone` have a logit of minus infinity, and one that was never given them; both gates."""
+    from btx_nemo.megatron.parallel import parallel_state
+
+    left = [expert for expert in range(experts) if expert not in gone]
+    hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    with parallel_state(LayoutConfig(), seed=1), torch.no_grad():
+        whole = make(name, experts=experts, settings=settings[0]).eval()
+        never = make(name, experts=len(left), settings=settings[1]).eval()
+        for key, value in {**dict(whole.named_parameters()), **dict(whole.named_buffers())}.items():
+            target = never.get_parameter(key) if key in dict(never.named_parameters()) else never.get_buffer(key)
+            if key == "penalty":  # which expert 0 lacks
+                value = value[[expert - 1 for expert in left if expert]]
+            elif value.shape[0] == experts:
+                value = value[left]
+            target.copy_(value)
+        logits = whole.logits
+
+        def closed(hidden_TH: torch.Tensor) -> torch.Tensor:
+            values = logits(hidden_TH)
+            values[:, gone] = float("-inf")
+            return values
+
+        whole.logits = closed
+        gates, kept = whole(hidden)
+        gates_never, kept_never = never(hidden)
+        return {
+            "out": gates[:, left],
+            "never": gates_never,
+            "gone": gates[:, gone],
+            "kept": kept[:, left],
+            "kept never": kept_never,
+        }
