@@ -102,14 +102,44 @@ def grouped_top_k_gates(logits_TE: Tensor, groups: int, k: int) -> tuple[Tensor,
 
 
 def project_domains(domain_ND: Tensor, w1_2HD: Tensor, w2_HH: Tensor) -> Tensor:
-    """Nexus, section 3.1: expert embeddings P_r(d) = W_2 SwiGLU(W_1 d), silu on the first half; [N, H]."""
-    first_NH, second_NH = (domain_ND @ w1_2HD.T).chunk(2, dim=-1)
-    return (silu(first_NH) * second_NH) @ w2_HH.T
+    """Nexus, section 3.1: expert embeddings P_r(d) = W_2 SwiGLU(W_1 d), silu on the first half; [N, H].
+
+    To the bit the same when domains are added.
+    """
+
+    def project(block_D: Tensor) -> Tensor:
+        first, second = (block_D @ w1_2HD.T).chunk(2, dim=-1)
+        return (silu(first) * second) @ w2_HH.T
+
+    return torch.cat([project(block) for block in blocks_of_rows(domain_ND)])[: domain_ND.shape[0]]
 
 
-def pad_rows(domain_ND: Tensor, multiple: int = 16) -> Tensor:
-    """Zero rows up to a multiple: a matrix product then rounds alike before and after an expert is added."""
-    return torch.nn.functional.pad(domain_ND, (0, 0, 0, -domain_ND.shape[0] % multiple))
+def blocks_of_rows(rows_NX: Tensor) -> list[Tensor]:
+    """Rows 0-15, 16-63, 64-127, 128-191, ..., padded with zeros. Products of these blocks have the same shapes, and so
+    round alike, before and after a row is added.
+    """
+    count = rows_NX.shape[0]
+    sizes = [16] if count <= 16 else [16, 48, *[64] * math.ceil((count - 64) / 64)]
+    return list(torch.nn.functional.pad(rows_NX, (0, 0, 0, sum(sizes) - count)).split(sizes))
+
+
+class _BlockProduct(torch.autograd.Function):
+    """x @ rows^T block by block; the gradients, which need not be the same to the bit, as one product each."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, rows_NH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, rows_NH)
+        return torch.cat([x_TH @ block.T for block in blocks_of_rows(rows_NH)], dim=-1)[:, : rows_NH.shape[0]]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x_TH, rows_NH = ctx.saved_tensors
+        return gradient_TN @ rows_NH, gradient_TN.T @ x_TH
+
+
+def domain_logits(hidden_TH: Tensor, embeddings_NH: Tensor) -> Tensor:
+    """Nexus's logits x . e_i, to the bit the same when experts are added."""
+    return _BlockProduct.apply(hidden_TH, embeddings_NH)
 
 
 def with_penalty(logits_TE: Tensor, bias_X: Tensor) -> Tensor:

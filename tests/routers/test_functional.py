@@ -198,14 +198,23 @@ def test_divmoe_never_takes_two_of_a_group_whatever_the_logits() -> None:
         torch.testing.assert_close(gates.sum(-1), torch.ones(len(logits)))
 
 
-def test_a_nexus_extension_leaves_the_old_logits_as_they_were() -> None:
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (1, 16), (15, 17), (16, 17), (20, 70), (70, 200)])
+def test_a_nexus_extension_leaves_the_old_logits_as_they_were(before: int, after: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    w1, w2 = torch.randn(32, 8, generator=generator), torch.randn(16, 16, generator=generator)
-    domains, x = torch.randn(4, 8, generator=generator), torch.randn(64, 16, generator=generator)
-    before, after = ((x @ F.project_domains(F.pad_rows(d), w1, w2).T)[:, : len(d)] for d in (domains[:3], domains))
-    assert torch.equal(before, after[:, :3])
-    share = after.softmax(-1)[:, 3:]
-    torch.testing.assert_close(after.softmax(-1)[:, :3], before.softmax(-1) * (1 - share))
+    w1, w2 = torch.randn(128, 24, generator=generator) / 5, torch.randn(64, 64, generator=generator) / 64
+    domains, x = torch.randn(after, 24, generator=generator), torch.randn(200, 64, generator=generator)
+    old, new = (F.domain_logits(x, F.project_domains(d, w1, w2)) for d in (domains[:before], domains))
+    assert old.shape == (200, before)
+    assert torch.equal(old, new[:, :before])
+    torch.testing.assert_close(new, x @ F.project_domains(domains, w1, w2).T, rtol=1e-4, atol=1e-5)
+    left = new.softmax(-1)[:, before:].sum(-1, keepdim=True)  # the old scores shrink by what the new ones take
+    torch.testing.assert_close(new.softmax(-1)[:, :before], old.softmax(-1) * (1 - left), rtol=1e-3, atol=1e-6)
+
+
+def test_nexus_logits_have_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, e = (torch.randn(n, 6, dtype=torch.float64, generator=generator).requires_grad_() for n in (5, 18))
+    assert torch.autograd.gradcheck(F.domain_logits, (x, e))
 
 
 def test_opting_an_expert_out_equals_never_having_had_it() -> None:

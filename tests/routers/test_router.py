@@ -17,7 +17,7 @@ from btx_nemo.families.config import MoEConfig
 from btx_nemo.routers import is_mixtral, register_router, router_class, router_names
 from btx_nemo.routers.rows import check_frozen_rows
 
-NAMES = ["top_k", "switch", "soft", "divmoe", "flexolmo", "noisy_top_k", "expert_choice"]
+NAMES = ["top_k", "switch", "soft", "divmoe", "flexolmo", "nexus", "noisy_top_k", "expert_choice"]
 
 
 @pytest.mark.parametrize("name", NAMES)
