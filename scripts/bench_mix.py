@@ -48,7 +48,8 @@ def make_model(folder: Path, size: str, dtype: str, seed: int) -> int:
     """Write a random Llama folder; returns the bytes of its largest tensor."""
     from btx_nemo.checkpoints.files import write_json
     from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-    from btx_nemo.families.base import get_family, hf_config
+    from btx_nemo.families.architecture import choose_architecture
+    from btx_nemo.families.base import layout as shapes
     from btx_nemo.families.config import ModelConfig
     from btx_nemo.plan.execute import execute
     from btx_nemo.plan.expr import Normal
@@ -60,12 +61,12 @@ def make_model(folder: Path, size: str, dtype: str, seed: int) -> int:
         num_query_groups=shape["num_attention_heads"] // 2,
         head_dim=shape["hidden_size"] // shape["num_attention_heads"],
     )
-    layout = get_family("llama").hf_layout(config, dtype)
+    layout = shapes(config, dtype)
     folder.mkdir(parents=True)
     sink = SafetensorsSink(folder, layout, producer=None)  # as other tools write: without a manifest
     execute(Plan(tuple(Job(name, info, Normal(0.02)) for name, info in layout.items()), {}), {}, sink, seed=seed)
     sink.close()
-    write_json(folder / "config.json", hf_config(config, dtype))
+    write_json(folder / "config.json", choose_architecture(config, {}, "bench").write(config, dtype, {}))
     return max(info.nbytes for info in layout.values())
 
 

@@ -12,7 +12,7 @@ from btx_nemo.convert.checkpoint import check_dtype, facts, space_needed, stream
 from btx_nemo.errors import UserError
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.source import Source, check_tied, open_source, save_model_config
-from btx_nemo.plan.expr import infer
+from btx_nemo.plan.expr import infer, substitute
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
 
@@ -43,7 +43,8 @@ def import_plan(source: Source, dtype: str | None = None) -> Plan:
     """The plan of an import: Megatron keys from Hugging Face tensors."""
     layouts = {source.name: source.reader.layout()}
     jobs = []
-    for key, expr in to_megatron(source.config).items():
+    for key, shared in to_megatron(source.config, source.name).items():
+        expr = substitute(shared, source.name, source.table)
         info = infer(expr, layouts)
         jobs.append(Job(key, TensorInfo(info.shape, dtype or info.dtype), expr))
     dropped = {(source.name, name): why for name, why in source.dropped.items()}

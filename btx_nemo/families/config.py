@@ -22,6 +22,10 @@ class MoEConfig:
     """Width of a further feed-forward block that every token passes, ungated (Nexus); None or 0 for none."""
     experts: list[str] = field(default_factory=list)
     """Names of the experts in order, for reports (`math`, `code`, ...); empty when unknown."""
+    layers: list[int] | None = None
+    """The layers that are mixtures, ascending, counted from 0; the others are dense. None: all are."""
+    dense_ffn_hidden_size: int | None = None
+    """Width of the dense layers' feed-forward blocks, where `layers` leaves any; None: that of an expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +62,7 @@ class ModelConfig:
     """Standard deviation of fresh weights."""
     moe: MoEConfig | None = None
     """The mixture, or None for a dense model."""
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)

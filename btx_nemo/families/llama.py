@@ -1,155 +1,79 @@
-"""Llama 2 and 3, Mistral, SmolLM2, and their mixture, Mixtral: names and layouts as one table."""
+"""Llama 2 and 3, Mistral, SmolLM2, and their mixture, Mixtral."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from btx_nemo.families import llama_config
-from btx_nemo.families.base import register
+from btx_nemo.families import base, llama_config
+from btx_nemo.families.architecture import SHARED, is_renormalised_top_k, register_architecture
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.families.rules import GateUp, GroupedQKV, PerExpert, Rule, Same
+from btx_nemo.families.table import (
+    ATTENTION_OUT,
+    EMBEDDING,
+    EXPERTS,
+    FINAL_NORM,
+    INPUT_NORM,
+    MLP,
+    MLP_NORMS,
+    OUTPUT,
+    QKV,
+)
 from btx_nemo.plan.expr import Expr, Take
-from btx_nemo.plan.layout import Layout, TensorInfo
 
-SAME = Same()
+TABLE = (EMBEDDING, INPUT_NORM, QKV, ATTENTION_OUT, *MLP_NORMS, *MLP, *EXPERTS, FINAL_NORM, OUTPUT)
+_MIXTRAL_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+_EXPERT = re.compile(r"(model\.layers\.\d+\.)mlp\.(experts\.\d+\.)(gate|up|down)_proj(\.weight)")
+_GATE = re.compile(r"(model\.layers\.\d+\.)mlp\.(gate\.weight)")
+
+
+def mixtral_name(name: str) -> str:
+    """A shared name as Mixtral's files have it."""
+    name = _EXPERT.sub(lambda m: f"{m[1]}block_sparse_moe.{m[2]}{_MIXTRAL_PARTS[m[3]]}{m[4]}", name)
+    return _GATE.sub(r"\1block_sparse_moe.\2", name)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One Megatron tensor and the Hugging Face tensors that it is made of, each with its shape.
+class LlamaLike:
+    """One architecture of the family; see `btx_nemo.families.architecture.Architecture`."""
 
-    `{i}` in a name is a layer, `{e}` an expert; a shape is a list of the sizes that `_sizes` names.
-    """
-
-    megatron: str
-    hf: tuple[tuple[str, str], ...]
-    rule: Rule = SAME
-    when: str = "always"
-    """"always", "dense", "moe" or "untied"."""
-
-
-_LAYER = "decoder.layers.{i}."
-_HF = "model.layers.{i}."
-_MOE = _HF + "block_sparse_moe."
-TABLE = (
-    Row("embedding.word_embeddings.weight", (("model.embed_tokens.weight", "V H"),)),
-    Row(
-        _LAYER + "self_attention.linear_qkv.layer_norm_weight",
-        ((_HF + "input_layernorm.weight", "H"),),
-    ),
-    Row(
-        _LAYER + "self_attention.linear_qkv.weight",
-        (
-            (_HF + "self_attn.q_proj.weight", "Q H"),
-            (_HF + "self_attn.k_proj.weight", "K H"),
-            (_HF + "self_attn.v_proj.weight", "K H"),
-        ),
-        GroupedQKV(),
-    ),
-    Row(_LAYER + "self_attention.linear_proj.weight", ((_HF + "self_attn.o_proj.weight", "H Q"),)),
-    Row(
-        _LAYER + "mlp.linear_fc1.layer_norm_weight",
-        ((_HF + "post_attention_layernorm.weight", "H"),),
-        when="dense",
-    ),
-    Row(
-        _LAYER + "mlp.linear_fc1.weight",
-        ((_HF + "mlp.gate_proj.weight", "F H"), (_HF + "mlp.up_proj.weight", "F H")),
-        GateUp(),
-        when="dense",
-    ),
-    Row(_LAYER + "mlp.linear_fc2.weight", ((_HF + "mlp.down_proj.weight", "H F"),), when="dense"),
-    Row(_LAYER + "pre_mlp_layernorm.weight", ((_HF + "post_attention_layernorm.weight", "H"),), when="moe"),
-    Row(_LAYER + "mlp.router.weight", ((_MOE + "gate.weight", "N H"),), when="moe"),
-    Row(
-        _LAYER + "mlp.experts.experts.linear_fc1.weight",
-        ((_MOE + "experts.{e}.w1.weight", "F H"), (_MOE + "experts.{e}.w3.weight", "F H")),
-        PerExpert(GateUp()),
-        when="moe",
-    ),
-    Row(
-        _LAYER + "mlp.experts.experts.linear_fc2.weight",
-        ((_MOE + "experts.{e}.w2.weight", "H F"),),
-        PerExpert(Same()),
-        when="moe",
-    ),
-    Row("decoder.final_layernorm.weight", (("model.norm.weight", "H"),)),
-    Row("output_layer.weight", (("lm_head.weight", "V H"),), when="untied"),
-)
-FFN_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's names of an expert's matrices -> Llama's names of the same matrices."""
-
-
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {
-        "V": config.vocab_size,
-        "H": config.hidden_size,
-        "F": config.ffn_hidden_size,
-        "Q": config.num_attention_heads * config.head_dim,
-        "K": config.num_query_groups * config.head_dim,
-        "N": config.moe.num_experts if config.moe else 0,
-    }
-
-
-def _rows(config: ModelConfig) -> list[tuple[str, list[tuple[str, str]], Rule]]:
-    """The table for one model: (Megatron key, [(HF name, shape)], rule), outermost tensors first, layer by layer."""
-    flags = {
-        "always": True,
-        "dense": config.moe is None,
-        "moe": config.moe is not None,
-        "untied": not config.tie_word_embeddings,
-    }
-    rows = [row for row in TABLE if flags[row.when]]
-    first = next(n for n, row in enumerate(rows) if "{i}" in row.megatron)
-    last = max(n for n, row in enumerate(rows) if "{i}" in row.megatron) + 1
-    result = [_fill(row, config, 0) for row in rows[:first]]
-    for layer in range(config.num_layers):
-        result += [_fill(row, config, layer) for row in rows[first:last]]
-    return result + [_fill(row, config, 0) for row in rows[last:]]
-
-
-def _fill(row: Row, config: ModelConfig, layer: int) -> tuple[str, list[tuple[str, str]], Rule]:
-    experts = range(config.moe.num_experts) if config.moe and isinstance(row.rule, PerExpert) else range(1)
-    parts = [(name.format(i=layer, e=e), shape) for e in experts for name, shape in row.hf]
-    return row.megatron.format(i=layer), parts, row.rule
-
-
-class Llama:
-    """The family, as the registry sees it; see `btx_nemo.families.base.Family`."""
-
-    name = "llama"
-    model_types: tuple[str, ...] = ("llama", "mistral", "mixtral")
+    model_type: str
+    family: str = "llama"
 
     def read(self, config: Mapping[str, Any], where: str) -> ModelConfig:
         """config.json -> ModelConfig."""
         return llama_config.read(config, where)
 
-    def hf_config(self, config: ModelConfig, dtype: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    def write(self, model: ModelConfig, dtype: str, base: Mapping[str, Any]) -> dict[str, Any]:
         """ModelConfig -> config.json."""
-        return llama_config.write(config, dtype, base)
+        return llama_config.write(self.model_type, model, dtype, base)
 
-    def hf_layout(self, config: ModelConfig, dtype: str) -> Layout:
-        """Names and shapes of the Hugging Face tensors."""
-        sizes = _sizes(config)
-        return {
-            name: TensorInfo(tuple(sizes[letter] for letter in shape.split()), dtype)
-            for _, parts, _ in _rows(config)
-            for name, shape in parts
-        }
+    def inexact(self, model: ModelConfig) -> str | None:
+        """Llama and Mistral are dense; Mixtral renormalises the gates of its top k, in every layer."""
+        if (model.moe is not None) != (self.model_type == "mixtral"):
+            return f"{self.model_type} is {'a mixture' if model.moe is None else 'dense'}"
+        if model.moe is None:
+            return None
+        if not is_renormalised_top_k(model.moe):
+            return f"mixtral cannot compute moe.router={model.moe.router} with {model.moe.options}"
+        if model.moe.layers is not None or model.moe.shared_expert_intermediate_size:
+            return "mixtral has experts in every layer, and none that is shared"
+        return None
 
-    def to_megatron(self, config: ModelConfig) -> dict[str, Expr]:
-        """Megatron key -> expression over source "hf"."""
-        return {key: rule.join([Take("hf", name) for name, _ in parts], config) for key, parts, rule in _rows(config)}
+    def stored(self, model: ModelConfig) -> dict[str, Expr]:
+        """Mixtral has its own names, the others the shared ones."""
+        return {self._name(name): Take(SHARED, name) for name in base.layout(model, "float32")}
 
-    def to_hf(self, config: ModelConfig) -> dict[str, Expr]:
-        """Hugging Face name -> expression over source "ckpt"."""
-        table: dict[str, Expr] = {}
-        for key, parts, rule in _rows(config):
-            for (name, _), expr in zip(parts, rule.split(Take("ckpt", key), config), strict=True):
-                table[name] = expr
-        return table
+    def shared(self, model: ModelConfig, source: str) -> dict[str, Expr]:
+        """The inverse of `stored`."""
+        return {name: Take(source, self._name(name)) for name in base.layout(model, "float32")}
+
+    def _name(self, name: str) -> str:
+        return mixtral_name(name) if self.model_type == "mixtral" else name
 
 
-register(Llama())
+base.register_family(base.Family("llama", TABLE))
+for _model_type in ("llama", "mistral", "mixtral"):
+    register_architecture(LlamaLike(_model_type))

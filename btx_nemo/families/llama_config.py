@@ -162,14 +162,11 @@ KEPT = (
 """Settings that say nothing of the architecture: passed on from the base config.json."""
 
 
-def write(config: ModelConfig, dtype: str, base: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelConfig -> config.json that transformers 4.57 and 5 both read rightly: every setting in both spellings."""
+def write(kind: str, config: ModelConfig, dtype: str, base: Mapping[str, Any]) -> dict[str, Any]:
+    """ModelConfig -> config.json of model_type `kind`, in both spellings: that of transformers 4.57 and that of 5."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, **(config.rope_scaling or {})}
-    kind = "mixtral" if config.moe else _dense_kind(base)
     result = {
-        "architectures": [
-            {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}.get(kind, "MixtralForCausalLM")
-        ],
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -207,7 +204,3 @@ def write(config: ModelConfig, dtype: str, base: Mapping[str, Any]) -> dict[str,
         if config.moe.experts:
             result["btx_experts"] = list(config.moe.experts)
     return result
-
-
-def _dense_kind(base: Mapping[str, Any]) -> str:
-    return "mistral" if base.get("model_type") == "mistral" else "llama"

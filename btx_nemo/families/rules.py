@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,13 +37,16 @@ class Same:
 class GateUp:
     """linear_fc1 [2F, H]: the gate's rows, then the up projection's."""
 
+    width: Callable[[ModelConfig], int] = lambda config: config.ffn_hidden_size
+    """F of this block."""
+
     def join(self, parts: list[Expr], config: ModelConfig) -> Expr:
         """[gate; up]."""
         return Concat(tuple(parts), 0)
 
     def split(self, whole: Expr, config: ModelConfig) -> list[Expr]:
         """Its two halves."""
-        width = config.ffn_hidden_size
+        width = self.width(config)
         return [Slice(whole, 0, 0, width), Slice(whole, 0, width, 2 * width)]
 
 

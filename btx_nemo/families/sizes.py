@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from btx_nemo.errors import UserError
-from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.config import ModelConfig, MoEConfig
 
 LARGEST = {
     "num_layers": 4096,
@@ -40,14 +40,19 @@ def check_sizes(config: ModelConfig, where: str) -> ModelConfig:
         count, top_k = config.moe.num_experts, config.moe.top_k
         if count < 1 or count * config.num_layers > MOST_BLOCKS:
             raise UserError(f"{where}: num_experts={count} is not possible with {config.num_layers} layers")
+        _check_mixture(config, config.moe, where)
         if not 0 < top_k <= count:
             raise UserError(f"{where}: top_k={top_k} must be from 1 to the {count} experts")
-        shared = config.moe.shared_expert_intermediate_size
-        if shared is not None and (type(shared) is not int or not 0 <= shared <= LARGEST["ffn_hidden_size"]):
-            raise UserError(
-                f"{where}: shared_expert_intermediate_size={shared!r} must be a whole number from 0 (none) to "
-                f"{LARGEST['ffn_hidden_size']}"
-            )
         if config.moe.experts and len(config.moe.experts) != count:
             raise UserError(f"{where}: names {len(config.moe.experts)} experts but num_experts={count}")
     return config
+
+
+def _check_mixture(config: ModelConfig, moe: MoEConfig, where: str) -> None:
+    for name in ("shared_expert_intermediate_size", "dense_ffn_hidden_size"):
+        value = getattr(moe, name)
+        if value is not None and not 0 <= value <= LARGEST["ffn_hidden_size"]:
+            raise UserError(f"{where}: {name}={value!r} must be a whole number from 0 to {LARGEST['ffn_hidden_size']}")
+    layers = moe.layers
+    if layers is not None and (not layers or layers != sorted({*layers} & {*range(config.num_layers)})):
+        raise UserError(f"{where}: layers={layers} must be numbers of the {config.num_layers} layers, ascending")

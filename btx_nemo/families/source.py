@@ -1,4 +1,4 @@
-"""A model on disk under its Hugging Face names, whether it is a Hugging Face folder or a Megatron checkpoint."""
+"""A model on disk under the shared names (`families.names`): a Hugging Face folder or a Megatron checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from btx_nemo.checkpoints.tokenizer_files import special_ids
 from btx_nemo.checkpoints.torch_dist import DistReader
 from btx_nemo.config.build import build
 from btx_nemo.errors import UserError
-from btx_nemo.families.base import get_family, read_config
+from btx_nemo.families import base as families
+from btx_nemo.families.architecture import architecture_of
 from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.names import parse_router
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.plan.execute import BLOCK_BYTES
-from btx_nemo.plan.expr import Expr, Take, infer, substitute
+from btx_nemo.plan.expr import Expr, Take, infer
 from btx_nemo.plan.layout import Layout, row_blocks
 
 MODEL_JSON = "model.json"
@@ -36,7 +38,7 @@ BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 @dataclass(frozen=True)
 class Source:
-    """One model: what it is, how to read it, and each Hugging Face tensor as an expression over what is stored."""
+    """One model: what it is, how to read it, and each of its tensors as an expression over what is stored."""
 
     name: str
     folder: Path
@@ -45,7 +47,7 @@ class Source:
     config: ModelConfig
     reader: Reader
     table: Mapping[str, Expr]
-    """Hugging Face name -> expression over `Take(name, stored tensor)`."""
+    """Shared name -> expression over `Take(name, stored tensor)`."""
     dropped: Mapping[str, str]
     """Stored tensors that are not used, and why."""
     base: Mapping[str, Any]
@@ -54,10 +56,10 @@ class Source:
     """Folder with the tokenizer's files."""
 
     def layout(self) -> Layout:
-        """Shapes and dtypes under the Hugging Face names. Raises UserError when a tensor is missing."""
+        """Shapes and dtypes under the shared names. Raises UserError when a tensor is missing."""
         stored = {self.name: self.reader.layout()}
         try:
-            return {hf_name: infer(expr, stored) for hf_name, expr in self.table.items()}
+            return {shared: infer(expr, stored) for shared, expr in self.table.items()}
         except UserError as error:
             raise UserError(f"{self.folder}: {error}") from None
 
@@ -109,30 +111,27 @@ def find_checkpoint(folder: Path) -> Path | None:
 
 
 def _open_hf(folder: Path, name: str) -> Source:
-    config = read_config(folder)
     base = read_json(folder / "config.json")
+    architecture = architecture_of(base, str(folder / "config.json"))
+    config = architecture.read(base, str(folder / "config.json"))
     reader = SafetensorsReader(folder)
     dropped = {tensor: "recomputed from the configuration" for tensor in reader.layout() if BUFFERS.fullmatch(tensor)}
     if config.tie_word_embeddings and "lm_head.weight" in reader.layout():
         dropped["lm_head.weight"] = "tied: the embedding is the output layer"
-    names = get_family(config.family).hf_layout(config, "float32")
     if any(header.metadata.get("producer") == "btx_nemo" for header in reader.headers.values()):
         read_manifest(folder)
-    return Source(name, folder, "hf", config, reader, {n: Take(name, n) for n in names}, dropped, base, folder)
+    return Source(name, folder, "hf", config, reader, architecture.shared(config, name), dropped, base, folder)
 
 
 def _open_megatron(folder: Path, name: str) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
-    family = get_family(config.family)
-    stored = {key: Take(name, key) for key in family.to_megatron(config)}
     reader = DistReader(folder)
-    lacks = {key for key in stored if key.endswith(".mlp.router.weight") and key not in reader.layout()}
-    table = {
-        hf_name: substitute(expr, "ckpt", stored)
-        for hf_name, expr in family.to_hf(config).items()
-        if not (isinstance(expr, Take) and expr.name in lacks)  # not every router has a weight
-    }
+    table = families.from_megatron(config, name)
+    for shared in [shared for shared in table if parse_router(shared)]:
+        expr = table[shared]
+        if isinstance(expr, Take) and expr.name not in reader.layout():
+            del table[shared]  # a router from outside of the package need not keep what ours do
     tokenizer = folder / "tokenizer"
     base = read_json(tokenizer / "config.json") if (tokenizer / "config.json").exists() else special_ids(tokenizer)
     return Source(name, folder, "megatron", config, reader, table, {}, base, tokenizer)
@@ -150,7 +149,7 @@ def save_model_config(config: ModelConfig, folder: Path) -> None:
 
 
 def _check_shapes(source: Source) -> None:
-    expected = get_family(source.config.family).hf_layout(source.config, "float32")
+    expected = families.layout(source.config, "float32")
     settings = MODEL_JSON if source.kind == "megatron" else "config.json"
     for name, info in source.layout().items():
         if info.shape != expected[name].shape:

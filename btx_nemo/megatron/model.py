@@ -9,6 +9,7 @@ import torch
 from btx_nemo.config.schema import LayoutConfig, RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import inverse_frequencies
+from btx_nemo.families.table import dense_width
 from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
 from btx_nemo.megatron.specs import block_spec
 from btx_nemo.routers import router_class
@@ -36,6 +37,7 @@ def transformer_config(
             moe_token_dispatcher_type="alltoall",
             moe_ffn_hidden_size=model.ffn_hidden_size,
             moe_grouped_gemm=False,
+            moe_layer_freq=[int(model.is_mixture(layer)) for layer in range(model.num_layers)],
             moe_shared_expert_intermediate_size=model.moe.shared_expert_intermediate_size or None,
             moe_shared_expert_gate=False,
             **router_class(model.moe.router).megatron_settings(model),
@@ -45,7 +47,7 @@ def transformer_config(
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
+        ffn_hidden_size=dense_width(model),
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.head_dim,
@@ -96,10 +98,12 @@ def build_model(
     from btx_nemo.megatron.platform import device
 
     config = transformer_config(model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss)
+    per_stage = model.num_layers // layout.pp
+    first = mpu.get_pipeline_model_parallel_rank() * per_stage
     gpt = GPTModel(
         config,
         block_spec(
-            model, router or RouterConfig(), model.num_layers // layout.pp, transformer_engine=transformer_engine
+            model, router or RouterConfig(), range(first, first + per_stage), transformer_engine=transformer_engine
         ),
         vocab_size=model.vocab_size,
         max_sequence_length=model.max_position_embeddings,

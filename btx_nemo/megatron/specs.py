@@ -30,9 +30,9 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def block_spec(
-    model: ModelConfig, router: RouterConfig, num_layers: int, *, transformer_engine: bool | None = None
+    model: ModelConfig, router: RouterConfig, layers: range, *, transformer_engine: bool | None = None
 ) -> Any:
-    """TransformerBlockSubmodules for `num_layers` layers of this pipeline stage.
+    """TransformerBlockSubmodules for the layers of this pipeline stage, by their number in the model.
 
     `transformer_engine` chooses its layers or Megatron's own; None takes them where they are.
     """
@@ -40,13 +40,20 @@ def block_spec(
 
     if transformer_engine is None:
         transformer_engine = has_transformer_engine()
-    layer = _transformer_engine_layer(model) if transformer_engine else _local_layer(model)
-    submodules = layer.submodules
-    if model.moe is not None:
-        build_router = functools.partial(router_class(model.moe.router), model=model, options=router)
-        submodules = dataclasses.replace(submodules, mlp=with_router(submodules.mlp, build_router))
-    layer = dataclasses.replace(layer, submodules=submodules)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=_final_norm(transformer_engine))
+    kinds = {mixture: _layer(model, router, mixture, transformer_engine) for mixture in map(model.is_mixture, layers)}
+    specs = [kinds[model.is_mixture(layer)] for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_final_norm(transformer_engine))
+
+
+def _layer(model: ModelConfig, router: RouterConfig, mixture: bool, transformer_engine: bool) -> Any:
+    experts = model.moe.num_experts if mixture and model.moe else None
+    layer = _transformer_engine_layer(experts) if transformer_engine else _local_layer(experts)
+    if experts is None:
+        return layer
+    assert model.moe is not None
+    build_router = functools.partial(router_class(model.moe.router), model=model, options=router)
+    mlp = with_router(layer.submodules.mlp, build_router)
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, mlp=mlp))
 
 
 def _final_norm(transformer_engine: bool) -> Any:
@@ -57,15 +64,14 @@ def _final_norm(transformer_engine: bool) -> Any:
     return TENorm
 
 
-def _local_layer(model: ModelConfig) -> Any:
+def _local_layer(experts: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    experts = model.moe.num_experts if model.moe else None
     layer = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
     # The norms are named as the Transformer Engine layers name them, which fuse them into the next linear layer
     # (but for the one before a mixture); so a checkpoint does not depend on the backend that wrote it.
     keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if model.moe is None:
+    if experts is None:
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     submodules = dataclasses.replace(
         layer.submodules, input_layernorm=RMSNorm, pre_mlp_layernorm=RMSNorm, sharded_state_dict_keys_map=keys
@@ -73,8 +79,7 @@ def _local_layer(model: ModelConfig) -> Any:
     return dataclasses.replace(layer, submodules=submodules)
 
 
-def _transformer_engine_layer(model: ModelConfig) -> Any:
+def _transformer_engine_layer(experts: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as get_spec
 
-    experts = model.moe.num_experts if model.moe else None
     return get_spec(**supported(get_spec, num_experts=experts, moe_grouped_gemm=False))

@@ -16,7 +16,11 @@ class MixConfig:
     experts: dict[str, str] = field(default_factory=dict)
     """Specialists in order: name -> folder, of the same kinds."""
     out: str
-    """Folder to write: a Hugging Face mixture. Must not exist."""
+    """Folder to write. Must not exist."""
+    format: str = "hf"
+    """What to write: `hf`, a Hugging Face folder, or `megatron`, a distributed checkpoint that training starts from."""
+    target: str | None = None
+    """Hugging Face's model_type to write; None for the first that computes what the mixture does."""
     include_seed: bool = True
     """Whether the seed is an expert too, the generalist, after the specialists (BTX section 3)."""
     top_k: int = 2

@@ -1,4 +1,4 @@
-"""Running a mix: open, check, plan, then stream into a Hugging Face folder that appears whole or not at all."""
+"""Running a mix: open, check, plan, then stream into a folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import logging
 from pathlib import Path
 
 from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
-from btx_nemo.checkpoints.files import write_json
 from btx_nemo.checkpoints.manifest import write_manifest
-from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer
 from btx_nemo.convert.checkpoint import facts, space_needed, stream
-from btx_nemo.families.base import hf_config
 from btx_nemo.families.source import Source, check_tied, open_source
 from btx_nemo.mix import checks
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, get_recipe
+from btx_nemo.mix.write import Destination, destination
 from btx_nemo.plan.execute import MAX_THREADS
 from btx_nemo.plan.expr import substitute
 from btx_nemo.plan.plan import Job, Plan
@@ -50,7 +47,8 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
         )
     )
     mixture.plan.check()
-    plan = lower(mixture.plan, [seed, *experts])
+    place = destination(config, mixture.model, seed.base)
+    plan = place.plan(lower(mixture.plan, [seed, *experts]), mixture.model)
     plan.check()
     workers = config.workers or default_workers(MAX_THREADS)
     if dry_run:
@@ -59,13 +57,13 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
     for source in (seed, *experts):
         check_tied(source)
     warnings = checks.warnings(seed, experts)
-    _write(config, mixture, plan, seed, experts, workers)
+    _write(config, place, mixture, plan, seed, experts, workers)
     for line in warnings:  # after all that can fail: an error is one line
         log.warning(line)
 
 
 def lower(plan: Plan, sources: list[Source]) -> Plan:
-    """The plan over what the sources store instead of over their Hugging Face names."""
+    """The plan over what the sources store instead of over their shared names."""
     jobs = plan.jobs
     for source in sources:
         jobs = tuple(Job(job.target, job.info, substitute(job.expr, source.name, source.table)) for job in jobs)
@@ -80,13 +78,18 @@ def lower(plan: Plan, sources: list[Source]) -> Plan:
     return Plan(jobs, layouts, dropped, {source.name: str(source.folder) for source in sources})
 
 
-def _write(config: MixConfig, mixture: Mixture, plan: Plan, seed: Source, experts: list[Source], workers: int) -> None:
-    targets = {job.target: job.info for job in plan.jobs}
+def _write(
+    config: MixConfig,
+    place: Destination,
+    mixture: Mixture,
+    plan: Plan,
+    seed: Source,
+    experts: list[Source],
+    workers: int,
+) -> None:
     with atomic_dir(config.out, space_needed(plan, seed.tokenizer)) as folder:
-        sink = SafetensorsSink(folder, targets, config.shard_size)
-        stream(plan, [seed, *experts], sink, "mix", workers=workers, seed=config.rng_seed)
-        copy_tokenizer(seed.tokenizer, folder)
-        write_json(folder / "config.json", hf_config(mixture.model, config.dtype or seed.dtype, seed.base))
+        stream(plan, [seed, *experts], place.sink(folder, plan), "mix", workers=workers, seed=config.rng_seed)
+        place.settings(folder, mixture.model, config.dtype or seed.dtype, seed)
         write_manifest(
             folder,
             kind="mix",

@@ -224,7 +224,7 @@ class Evaluator:
             out.fill_(expr.value)
             return
         values = torch.empty(out.shape, dtype=torch.float32)
-        generator = generator_for(self.seed, target)
+        generator = generator_for(self.seed, expr.key or target)
         if expr.cut:
             limit = expr.cut * expr.std
             torch.nn.init.trunc_normal_(values, 0.0, expr.std, -limit, limit, generator=generator)

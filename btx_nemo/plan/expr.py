@@ -66,18 +66,24 @@ class Mean:
 
 @dataclass(frozen=True)
 class Normal:
-    """Fresh weights N(0, std^2) with the target's shape, seeded by (seed, target name)."""
+    """Fresh weights N(0, std^2), seeded by (seed, key)."""
 
     std: float
     cut: float = 0.0
     """Deviations at which the normal is truncated; 0 for not at all."""
+    key: str = ""
+    """What they are seeded by; empty for the target's name."""
+    info: TensorInfo | None = None
+    """Their shape and dtype; None for the target's."""
 
 
 @dataclass(frozen=True)
 class Full:
-    """One value everywhere, with the target's shape."""
+    """One value everywhere."""
 
     value: float
+    info: TensorInfo | None = None
+    """Shape and dtype; None for the target's."""
 
 
 Expr: TypeAlias = Take | Slice | Index | Concat | Stack | Mean | Normal | Full
@@ -88,6 +94,15 @@ def generator_for(seed: int, target_name: str) -> torch.Generator:
     """A generator that depends on (seed, target name) alone: order, parallelism and layout cannot change a result."""
     digest = hashlib.sha256(f"{seed}/{target_name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def bind(expr: Expr, target: str, info: TensorInfo) -> Expr:
+    """A fresh target's expression with its name and shape in it, so that it may become a part of another tensor."""
+    if isinstance(expr, Normal):
+        return Normal(expr.std, expr.cut, expr.key or target, expr.info or info)
+    if isinstance(expr, Full):
+        return Full(expr.value, expr.info or info)
+    return expr
 
 
 def infer(expr: Expr, sources: Mapping[str, Layout], target: TensorInfo | None = None) -> TensorInfo:
@@ -105,6 +120,8 @@ def infer(expr: Expr, sources: Mapping[str, Layout], target: TensorInfo | None =
             )
         return layout[expr.name]
     if isinstance(expr, FRESH):
+        if expr.info is not None:
+            return expr.info
         if target is None:
             raise UserError(f"plan: {describe(expr)} can only be a whole target")
         return target

@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from btx_nemo.errors import UserError
-from btx_nemo.families.config import MoEConfig
 
 ENTRY_POINTS = "btx_nemo.routers"
 
@@ -63,9 +62,3 @@ def router_class(name: str) -> Any:
             return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"moe.router={name}: {_known()[name]} cannot be imported: {error}") from error
-
-
-def is_mixtral(moe: MoEConfig) -> bool:
-    """Whether the mixture is one that Hugging Face's Mixtral computes: softmax over the k kept logits, no more."""
-    after = moe.options.get("softmax", "after") == "after" or bool(moe.options.get("renormalise", True))
-    return moe.router == "top_k" and after and not moe.shared_expert_intermediate_size

@@ -63,7 +63,7 @@ class BaseRouter(Router):
         self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
         self.weight.data = self.weight.data.float()
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
-        self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
+        self.statistics = RoutingStatistics(model.moe.num_experts)
         self.loss_tokens: dict[int, Tensor] = {}
         """Seed of a micro-batch -> tokens of its training loss, for a loss per token; the training loop fills it."""
         self.frozen_rows = FrozenRows(options.frozen_rows)

@@ -35,12 +35,14 @@ def check_dropout(config: DropoutConfig, model: ModelConfig) -> None:
 
 def install_dropout(gpt: Any, config: DropoutConfig) -> None:
     """Puts dropout into a model that trains; in evaluation it does nothing."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
     for layer in gpt.decoder.layers:
         if config.hidden:
             for module, place in ((layer.self_attention, ATTENTION), (layer.mlp, FEED_FORWARD)):
                 hook = functools.partial(_drop_output, gpt.config, config.hidden, (layer.layer_number, place))
                 module.register_forward_hook(hook)
-        if config.expert:
+        if config.expert and isinstance(layer.mlp, MoELayer):
             ExpertDropout(layer.mlp, layer.layer_number, config.expert)
     if config.hidden and hasattr(gpt, "embedding"):
         hook = functools.partial(_drop_output, gpt.config, config.hidden, (0, EMBEDDING))

@@ -58,6 +58,10 @@ def load_bars(load: list[list[float]], width: int = 8) -> str:
 
 def routing_text(load: list[list[float]], entropy: list[float], dropped: list[float], dead: int) -> str:
     """Routing in a few words for the progress line: load, entropy as a share of undecided, what is dropped or dead."""
+    mixtures = [row for row in zip(load, entropy, dropped) if any(row[0])]  # a layer may be dense
+    if not mixtures:
+        return ""
+    load, entropy, dropped = (list(column) for column in zip(*mixtures))
     undecided = math.log(len(load[0])) or 1.0
     words = [f"load {load_bars(load)}", f"entropy {sum(entropy) / len(entropy) / undecided:.0%}"]
     words += [f"dropped {sum(dropped) / len(dropped):.1%}"] if any(dropped) else []

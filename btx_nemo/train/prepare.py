@@ -16,10 +16,11 @@ from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
+from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
-from btx_nemo.routers import is_mixtral, router_class
+from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import LOSSES
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
@@ -107,11 +108,8 @@ def _check_stage(config: TrainConfig, source: ModelSource) -> None:
         raise UserError(f"stage=mix trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix")
     if moe is not None:
         router_class(moe.router).check_training(source.model, config.router)
-        if config.export and not is_mixtral(moe):
-            raise UserError(
-                f"export=true: Hugging Face's Mixtral cannot compute moe.router={moe.router} with {moe.options}; "
-                "give export=false"
-            )
+    if config.export:
+        choose_architecture(source.model, {}, "export=true")
 
 
 def _check_tokens(config: TrainConfig, source: ModelSource) -> None:

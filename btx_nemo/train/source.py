@@ -14,7 +14,7 @@ from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
-from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, infer
+from btx_nemo.plan.expr import FRESH, Expr, Full, Normal, Take, infer, substitute
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.routers import router_class
 
@@ -56,8 +56,10 @@ def open_source(folder: Path, moe: MoEOverride | None = None, router: RouterConf
     """
     source = families_source.open_source(folder)
     families_source.check_tied(source)
-    keys = to_megatron(source.config)
-    expressions = keys if source.kind == "hf" else {key: Take(source.name, key) for key in keys}
+    expressions = {
+        key: substitute(expr, source.name, source.table) if source.kind == "hf" else Take(source.name, key)
+        for key, expr in to_megatron(source.config, source.name).items()
+    }
     result = ModelSource(
         model=override(source.config, moe or MoEOverride()),
         expressions=expressions,
@@ -97,7 +99,7 @@ def _with_router(source: ModelSource, router: RouterConfig, *, stored: frozenset
     expressions = {key: expr for key, expr in source.expressions.items() if ".mlp.router." not in key}
     given, tensors = False, {**kind.tensors(source.model, router), **_shared_expert(source.model)}
     _check_nothing_lost(source.model, stored)
-    for layer in range(source.model.num_layers):
+    for layer in filter(source.model.is_mixture, range(source.model.num_layers)):
         for name, (_, fresh) in tensors.items():
             key = f"decoder.layers.{layer}.mlp.{name}"
             reset = router.reset and name.startswith("router.") and isinstance(fresh, FRESH)

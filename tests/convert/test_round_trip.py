@@ -17,7 +17,7 @@ from btx_nemo.checkpoints.torch_dist import DistReader
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import UserError
-from btx_nemo.families.base import read_config
+from btx_nemo.families.architecture import read_config
 from btx_nemo.families.source import find_checkpoint, read_model_json
 
 LLAMA3 = {

@@ -10,7 +10,8 @@ import torch
 from btx_testing.tensors import MemoryReader
 
 from btx_nemo.errors import UserError
-from btx_nemo.families.base import get_family, hf_config, read_config, to_hf, to_megatron
+from btx_nemo.families.architecture import choose_architecture, read_config
+from btx_nemo.families.base import from_megatron, get_family, layout, to_megatron
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.plan.execute import evaluate
 from btx_nemo.plan.expr import infer
@@ -43,8 +44,11 @@ def model(**changes: object) -> ModelConfig:
 
 
 def hf_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
-    layout = get_family("llama").hf_layout(config, "float32")
-    return {name: torch.randn(info.shape) for name, info in layout.items()}
+    return {name: torch.randn(info.shape) for name, info in layout(config, "float32").items()}
+
+
+def hf_config(config: ModelConfig, dtype: str, base: dict | None = None) -> dict:
+    return choose_architecture(config, base or {}, "test").write(config, dtype, base or {})
 
 
 def in_megatron(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -62,7 +66,7 @@ def test_there_and_back_is_the_same_bits(moe: MoEConfig | None, tied: bool) -> N
     tensors = hf_tensors(config)
     assert ("lm_head.weight" in tensors) == (not tied)
     reader = MemoryReader(in_megatron(config, tensors))
-    table = to_hf(config)
+    table = from_megatron(config)
     assert list(table) == list(tensors)
     for name, expr in table.items():
         info = infer(expr, {"ckpt": reader.layout()})
@@ -88,10 +92,12 @@ def test_layouts_against_a_naive_loop() -> None:
         fc1 = mcore[decoder + "mlp.experts.experts.linear_fc1.weight"]
         fc2 = mcore[decoder + "mlp.experts.experts.linear_fc2.weight"]
         for e in range(3):
-            m = f"{p}block_sparse_moe.experts.{e}."
-            assert torch.equal(fc1[e, :24], hf[m + "w1.weight"]) and torch.equal(fc1[e, 24:], hf[m + "w3.weight"])
-            assert torch.equal(fc2[e], hf[m + "w2.weight"])
-        assert torch.equal(mcore[decoder + "mlp.router.weight"], hf[p + "block_sparse_moe.gate.weight"])
+            m = f"{p}mlp.experts.{e}."
+            assert torch.equal(fc1[e, :24], hf[m + "gate_proj.weight"]) and torch.equal(
+                fc1[e, 24:], hf[m + "up_proj.weight"]
+            )
+            assert torch.equal(fc2[e], hf[m + "down_proj.weight"])
+        assert torch.equal(mcore[decoder + "mlp.router.weight"], hf[p + "mlp.gate.weight"])
         assert torch.equal(mcore[decoder + "pre_mlp_layernorm.weight"], hf[p + "post_attention_layernorm.weight"])
 
 

@@ -14,6 +14,8 @@ from btx_testing.models import make_mixtral
 from btx_testing.pool import RankPool
 from safetensors.torch import save_file
 
+from btx_nemo.families.config import ModelConfig, MoEConfig
+
 ROUTERS: dict[str, dict[str, Any]] = {
     "top_k": {"moe": {"router": "top_k"}},
     "top_k-before": {"moe": {"options": {"softmax": "before", "renormalise": False}, "top_k": 1}},
@@ -111,6 +113,19 @@ def test_global_counts_are_the_same_where_the_batch_is_cut_alike(
     for recompute in ("none", "full"):
         more = {**settings, "recompute": recompute}
         agree(ranks.run(router_jobs.steps, str(mixtral), layout, first(4), more, ranks=count), alone)
+
+
+@pytest.mark.parametrize(("layout", "count"), [({"pp": 2}, 2), ({"tp": 2, "ep": 2}, 2)])
+def test_a_model_may_have_dense_layers(ranks: RankPool, layout: dict[str, int], count: int) -> None:
+    """With pipelining, a stage then has no router at all."""
+    model = ModelConfig(
+        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2, head_dim=8,
+        vocab_size=256, moe=MoEConfig(num_experts=4, layers=[1]),
+    )  # fmt: skip
+    settings = {"fresh": model, "router": {"losses": LOSSES}, "dropout": {"hidden": 0.1, "expert": 0.4}, "steps": 2}
+    (alone,) = ranks.run(router_jobs.steps, "", {}, first(4), settings, ranks=1)
+    assert alone["routing"]["load"][0] == [0.0] * 4 and sum(alone["routing"]["load"][1]) == pytest.approx(1)
+    agree(ranks.run(router_jobs.steps, "", layout, first(4), settings, ranks=count), alone)
 
 
 def agree(results: list[dict], alone: dict) -> None:

@@ -13,8 +13,9 @@ from btx_testing.pool import RankPool
 
 from btx_nemo import routers
 from btx_nemo.errors import UserError
+from btx_nemo.families.architecture import is_renormalised_top_k
 from btx_nemo.families.config import MoEConfig
-from btx_nemo.routers import is_mixtral, register_router, router_class, router_names
+from btx_nemo.routers import register_router, router_class, router_names
 from btx_nemo.routers.rows import check_frozen_rows
 
 NAMES = ["top_k", "switch", "soft", "divmoe", "flexolmo", "nexus", "noisy_top_k", "expert_choice"]
@@ -156,8 +157,7 @@ def test_a_router_that_is_not_there_is_told() -> None:
 
 
 def test_only_mixtrals_rule_is_mixtrals() -> None:
-    assert is_mixtral(MoEConfig(num_experts=4))
-    assert is_mixtral(MoEConfig(num_experts=4, options={"softmax": "before"}))
-    assert not is_mixtral(MoEConfig(num_experts=4, options={"softmax": "before", "renormalise": False}))
-    assert not is_mixtral(MoEConfig(num_experts=4, router="flexolmo"))
-    assert not is_mixtral(MoEConfig(num_experts=4, shared_expert_intermediate_size=48))
+    assert is_renormalised_top_k(MoEConfig(num_experts=4))
+    assert is_renormalised_top_k(MoEConfig(num_experts=4, options={"softmax": "before"}))
+    assert not is_renormalised_top_k(MoEConfig(num_experts=4, options={"softmax": "before", "renormalise": False}))
+    assert not is_renormalised_top_k(MoEConfig(num_experts=4, router="flexolmo"))

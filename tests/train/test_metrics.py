@@ -102,4 +102,7 @@ def test_routing_in_a_few_words() -> None:
     load, entropy = [[0.5, 0.5, 0, 0], [0.25] * 4], [0.0, math.log(4)]
     assert routing_text(load, entropy, [0.0, 0.0], 0) == f"load {load_bars(load)}  entropy 50%"
     assert routing_text(load, entropy, [0.1, 0.0], 2).endswith("entropy 50%  dropped 5.0%  dead 2")
+    assert routing_text([[0.0] * 4, load[1]], [0.0, math.log(4)], [0.0, 0.1], 0) == (
+        f"load {load_bars(load[1:])}  entropy 100%  dropped 10.0%"
+    )
     assert routing_text([[1.0]], [0.0], [0.0], 0).endswith("entropy 0%")

@@ -7,30 +7,25 @@ uniform mean over the same models; routers are fresh.
 from __future__ import annotations
 
 import dataclasses
-import re
 
-from btx_nemo.families.base import get_family
+from btx_nemo.families import base, names
 from btx_nemo.families.config import MoEConfig
-from btx_nemo.families.llama import FFN_PARTS
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
 from btx_nemo.plan.expr import Expr, Mean, Normal, Take
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
 
-_EXPERT = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.experts\.(\d+)\.(w\d)\.weight")
-_ROUTER = re.compile(r"model\.layers\.\d+\.block_sparse_moe\.gate\.weight")
-
 
 @register("btx")
 def btx(given: Ingredients) -> Mixture:
-    """Plan a Mixtral whose experts are the specialists in order, then the seed when `include_seed`."""
+    """Plan a mixture whose experts are the specialists in order, then the seed when `include_seed`."""
     members = (*given.experts, given.seed) if given.include_seed else given.experts
-    names = [*given.experts, "generalist"] if given.include_seed else list(given.experts)
-    moe = MoEConfig(num_experts=len(members), top_k=given.top_k, experts=names)
+    labels = [*given.experts, "generalist"] if given.include_seed else list(given.experts)
+    moe = MoEConfig(num_experts=len(members), top_k=given.top_k, experts=labels)
     model = dataclasses.replace(given.model, moe=moe)
     reference = given.layouts[given.seed]
     jobs = []
-    for target, info in get_family(model.family).hf_layout(model, "float32").items():
+    for target, info in base.layout(model, "float32").items():
         expr, like = _expression(target, members, given.router_init_std)
         dtype = given.dtype or reference[like].dtype
         jobs.append(Job(target, TensorInfo(info.shape, dtype), expr))
@@ -41,12 +36,12 @@ def btx(given: Ingredients) -> Mixture:
 
 
 def _expression(target: str, members: tuple[str, ...], router_std: float) -> tuple[Expr, str]:
-    """The expression of one Mixtral tensor, and the dense tensor whose dtype it takes."""
-    expert = _EXPERT.fullmatch(target)
+    """The expression of one tensor, and the dense tensor whose dtype it takes."""
+    expert = names.parse_expert(target)
     if expert:
-        layer, number, part = expert.groups()
-        name = f"{layer}.mlp.{FFN_PARTS[part]}.weight"
-        return Take(members[int(number)], name), name
-    if _ROUTER.fullmatch(target):
+        layer, number, part = expert
+        name = names.ffn(layer, part)
+        return Take(members[number], name), name
+    if names.parse_router(target):
         return Normal(router_std), "model.embed_tokens.weight"
     return Mean(tuple(Take(member, target) for member in members)), target

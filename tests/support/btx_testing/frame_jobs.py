@@ -127,7 +127,7 @@ def global_counts() -> tuple[list[float], list[float]]:
                 hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=generator)
                 router.statistics.reset()
                 _, kept = router(hidden)
-                ours.append(router.statistics.collect().losses.item())
+                ours.append(router.statistics.collect().losses.sum().item())
                 counts = kept.sum(0).float()
                 dist.all_reduce(counts)
                 total, count = total + counts, count + 1

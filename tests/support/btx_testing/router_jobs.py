@@ -34,9 +34,11 @@ class Settings:
 def source(folder: str, options: dict[str, Any]) -> Any:
     """The model with the router that `options` ask for; what a fresh one starts with at zero has values instead."""
     from btx_nemo.plan.expr import Full, Normal
-    from btx_nemo.train.source import open_source
+    from btx_nemo.train.source import fresh_source, open_source
 
     router = RouterConfig(**options.get("router", {}))
+    if "fresh" in options:
+        return fresh_source(options["fresh"], router)
     found = open_source(Path(folder), MoEOverride(**options.get("moe", {})), router)
     expressions = {
         key: (Full(-0.3) if "penalty" in key else Normal(0.1)) if expression == Full(0.0) else expression
@@ -48,8 +50,8 @@ def source(folder: str, options: dict[str, Any]) -> Any:
 def steps(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
     """Loss, gradient norm, this rank's parts of all gradients, and routing of the first step; later losses too.
 
-    options: moe, router, precision, recompute, freeze, dropout, per_token_loss, micro_batch_size, steps, first (number
-    of the first step).
+    options: fresh (a ModelConfig instead of the folder), moe, router, precision, recompute, freeze, dropout,
+    per_token_loss, micro_batch_size, steps, first (number of the first step).
     """
     from btx_nemo.train.routing import collect_routing, reset_routing
     from btx_nemo.train.step import train_step

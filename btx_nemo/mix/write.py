@@ -1,0 +1,65 @@
+"""Where a mix goes: a Hugging Face folder or a Megatron checkpoint, made of the same plan over shared names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from btx_nemo.checkpoints.files import write_json
+from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
+from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, save_tokenizer
+from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.errors import UserError
+from btx_nemo.families.architecture import SHARED, Architecture, choose_architecture
+from btx_nemo.families.base import to_megatron
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.source import Source, save_model_config
+from btx_nemo.mix.config import MixConfig
+from btx_nemo.plan.expr import Expr, bind, infer, substitute
+from btx_nemo.plan.plan import Job, Plan
+
+FORMATS = ("hf", "megatron")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The kind of folder that a mixture becomes."""
+
+    architecture: Architecture | None
+    """Hugging Face's; None for a Megatron checkpoint."""
+    shard_size: int
+
+    def plan(self, plan: Plan, model: ModelConfig) -> Plan:
+        """The plan over shared names, under the names that are written. Fresh tensors do not depend on these."""
+        table: Mapping[str, Expr] = {job.target: bind(job.expr, job.target, job.info) for job in plan.jobs}
+        infos = {job.target: job.info for job in plan.jobs}
+        written = self.architecture.stored(model) if self.architecture else to_megatron(model, SHARED)
+        jobs = tuple(
+            Job(name, infer(expr, {SHARED: infos}), substitute(expr, SHARED, table)) for name, expr in written.items()
+        )
+        return Plan(jobs, plan.sources, plan.dropped, plan.folders)
+
+    def sink(self, folder: Path, plan: Plan) -> SafetensorsSink | DistSink:
+        """Where the plan's tensors go."""
+        targets = {job.target: job.info for job in plan.jobs}
+        return SafetensorsSink(folder, targets, self.shard_size) if self.architecture else DistSink(folder, targets)
+
+    def settings(self, folder: Path, model: ModelConfig, dtype: str, seed: Source) -> None:
+        """Everything beside the tensors: settings and tokenizer."""
+        if self.architecture:
+            copy_tokenizer(seed.tokenizer, folder)
+            write_json(folder / "config.json", self.architecture.write(model, dtype, seed.base))
+        else:
+            save_model_config(model, folder)
+            save_tokenizer(seed.tokenizer, folder / "tokenizer")
+
+
+def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) -> Destination:
+    """Where `config` wants the mixture. Raises UserError when Hugging Face has no architecture that computes it."""
+    if config.format not in FORMATS:
+        raise UserError(f"format={config.format}: unknown; known: {', '.join(FORMATS)}")
+    if config.format == "megatron":
+        return Destination(None, config.shard_size)
+    return Destination(choose_architecture(model, base, "mix", config.target), config.shard_size)
