@@ -124,6 +124,28 @@ def curve(out: Path) -> list[float]:
     return [value for r in metrics(out) for value in (r.get("loss"), *r.get("valid", {}).values()) if value is not None]
 
 
+def test_a_public_expert_keeps_its_bits(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """FlexOlmo's training of one expert beside the public one, as docs/routers.md has it; AdamW's decay is on."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "routers.md").read_text()
+    (freeze,) = re.findall(r"'freeze=(\[[^']*\])'", page)
+    found = {}
+    for steps in (0, 6):
+        out = tmp_path / str(steps)
+        more = {"moe__router": "flexolmo", "moe__options__bias": "true", "router__frozen_rows": "[0]", "freeze": freeze}
+        arguments = world.arguments("tiny_mix", out, **more, export="false", steps=steps, optim__warmup_steps=0)
+        ended = commands.run(*arguments)
+        assert ended.code == 0, ended.err
+        found[steps] = stored(out / "checkpoints" / f"step_{steps:08d}")
+    before, after = found[0], found[6]
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        public = ".router.weight" in key or ".experts.linear" in key
+        if "penalty" in key:
+            continue
+        assert torch.equal(after[key][0] if public else after[key], value[0] if public else value), key
+        assert not public or not any(torch.equal(a, b) for a, b in zip(after[key][1:], value[1:])), key
+
+
 def test_metrics_hold_the_routing(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     out = tmp_path / "run"
     more = {"moe__router": "switch", "moe__options__capacity_factor": 1.0, "export": "false", "steps": 2}
