@@ -70,6 +70,8 @@ class RouterConfig:
     """In training, multiply what the router sees by uniform noise in [1 - jitter, 1 + jitter] (Switch, section 2.4)."""
     init_scale: float = 0.0
     """s of a fresh router's truncated normal, sqrt(s / H) (Switch: 0.1); 0 for N(0, init_std^2)."""
+    frozen_rows: list[int] = field(default_factory=list)
+    """Experts whose rows of the router stay as they are, to the bit (FlexOlmo and BAR: [0], the public one)."""
     reset: bool = False
     """Start with fresh router weights where `init_from` has trained ones."""
 
@@ -86,6 +88,16 @@ class MoEOverride:
     """The router's own settings."""
     shared_expert_intermediate_size: int | None = None
     """Width of the shared expert; a fresh one adds nothing at first. 0 for none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutConfig:
+    """What is dropped in training; nothing in evaluation. The same at every layout."""
+
+    hidden: float = 0.0
+    """Share of the embedding's output and of what attention and feed-forward blocks add (Switch's fine-tuning: 0.1)."""
+    expert: float = 0.0
+    """Share of the activations inside routed experts, before the down-projection (Switch's fine-tuning: 0.4)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +146,11 @@ class TrainConfig:
     """Another routing rule for the mixture that is loaded."""
     router: RouterConfig = field(default_factory=RouterConfig)
     """Losses on the routing, for a mixture."""
+    dropout: DropoutConfig = field(default_factory=DropoutConfig)
+    """Dropout."""
+    per_token_loss: bool = False
+    """Average over all tokens of the global batch instead of over each micro-batch and then over these; the losses on
+    the routing weigh a micro-batch likewise. They differ where loss masks leave unequal numbers of tokens."""
     freeze: list[str] = field(default_factory=list)
     """Patterns over Megatron parameter names that stay as they are, e.g. "*.mlp.experts.*"; each must match."""
     train: list[str] = field(default_factory=list)

@@ -20,7 +20,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(
-    model: ModelConfig, layout: LayoutConfig, *, precision: str = "fp32", recompute: str = "none"
+    model: ModelConfig,
+    layout: LayoutConfig,
+    *,
+    precision: str = "fp32",
+    recompute: str = "none",
+    per_token_loss: bool = False,
 ) -> Any:
     """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,7 +69,8 @@ def transformer_config(
         # YaRN scales q and k, both by its factor; rope turns all of a head, so the scores are scaled by its square.
         softmax_scale=attention_factor(model) ** 2 / math.sqrt(model.head_dim),
         attention_dropout=0.0,
-        hidden_dropout=0.0,
+        hidden_dropout=0.0,  # train/dropout.py has its own, which no layout changes
+        calculate_per_token_loss=per_token_loss,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
@@ -92,6 +98,7 @@ def build_model(
     precision: str = "fp32",
     router: RouterConfig | None = None,
     recompute: str = "none",
+    per_token_loss: bool = False,
     transformer_engine: bool | None = None,
 ) -> torch.nn.Module:
     """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered.
@@ -103,7 +110,7 @@ def build_model(
 
     from btx_nemo.megatron.platform import device
 
-    config = transformer_config(model, layout, precision=precision, recompute=recompute)
+    config = transformer_config(model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss)
     per_stage = model.num_layers // layout.pp
     first = mpu.get_pipeline_model_parallel_rank() * per_stage
     gpt = GPTModel(

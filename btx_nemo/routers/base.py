@@ -24,22 +24,14 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Normal
+from btx_nemo.routers.foreign import check_megatron
 from btx_nemo.routers.losses import LOSSES, Decision
+from btx_nemo.routers.noise import generator_of, micro_batch_seed
+from btx_nemo.routers.rows import FrozenRows, check_frozen_rows
 from btx_nemo.routers.statistics import RoutingStatistics
 
 Fresh = Mapping[str, tuple[tuple[int, ...], Expr | None]]
 """Key within the layer's `mlp` -> (shape, value when fresh; None where it has to be given)."""
-
-_FOREIGN = {
-    "calculate_per_token_loss": False,
-    "moe_router_fusion": False,
-    "moe_pad_expert_input_to_capacity": False,
-    "moe_router_padding_for_fp8": False,
-    "moe_router_padding_for_quantization": False,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_load_balancing_type": "none",
-}
-"""Settings of Megatron's own router that ours does not obey, with the value that asks for nothing."""
 
 
 class BaseRouter(Router):
@@ -57,6 +49,8 @@ class BaseRouter(Router):
     """The one number of experts per token that the rule knows; None when `moe.top_k` chooses."""
     variable_selection = False
     """Whether tokens may go to more or fewer than top_k experts, so that the dispatcher has to count."""
+    rows = True
+    """Whether the router's weight has a row for each expert."""
     extra_losses: tuple[str, ...] = ()
     """Losses that need something which only this router has."""
 
@@ -64,14 +58,16 @@ class BaseRouter(Router):
         self, config: Any, pg_collection: Any = None, *, model: ModelConfig, options: RouterConfig, **kwargs: Any
     ):
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
-        for name, nothing in _FOREIGN.items():
-            if getattr(config, name, nothing) not in (nothing, None):
-                raise UserError(f"{name}={getattr(config, name)} is not supported by the routers of btx_nemo; leave it")
         assert model.moe is not None
+        check_megatron(config, type(self), model.moe)
         self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
         self.weight.data = self.weight.data.float()
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
-        self.statistics = RoutingStatistics(model.moe.num_experts, tuple(self.losses))
+        self.statistics = RoutingStatistics(model.moe.num_experts)
+        self.loss_tokens: dict[int, Tensor] = {}
+        """Seed of a micro-batch -> tokens of its training loss, for a loss per token; the training loop fills it."""
+        self.frozen_rows = FrozenRows(options.frozen_rows)
+        self.frozen_rows.add(self.weight, first=0)
         self.begin_step(0)
 
     # What a router says of itself before any is built.
@@ -113,6 +109,9 @@ class BaseRouter(Router):
                 )
             if not 0 <= weight < math.inf:
                 raise UserError(f"router.losses.{name}={weight}: must not be negative")
+        check_frozen_rows(router.frozen_rows, moe_of(model), cls.rows)
+        if router.frozen_rows and router.reset:
+            raise UserError("router.reset=true would freeze fresh rows; give it or router.frozen_rows")
         if not 0 <= router.input_jitter < 1:
             raise UserError(f"router.input_jitter={router.input_jitter}: must lie between 0 and 1, without 1")
         if not 0 <= router.init_scale < math.inf:
@@ -162,11 +161,14 @@ class BaseRouter(Router):
     def begin_step(self, step: int) -> None:
         """Called before each optimizer step with the number of steps taken."""
         self.step = step
+        self.loss_tokens.clear()
         self._global_load: Tensor | None = None
         self._global_count = 0
+        self.frozen_rows.remember()
 
     def after_step(self) -> None:
         """Called after each optimizer step; projects parameters back to where they may be."""
+        self.frozen_rows.restore()
 
     # The frame around it.
 
@@ -194,7 +196,7 @@ class BaseRouter(Router):
         if self.training and torch.is_grad_enabled() and self.losses:
             losses = self._losses(decision)
             total = torch.stack([self.losses[name] * loss for name, loss in losses.items()]).sum()
-            gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, total)
+            gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, total * self._loss_scale())
         if torch.is_grad_enabled() or not self.training:  # once a micro-batch, recomputation or not
             self.statistics.add(decision.logits_TE, decision.gates_TE, selected_TE, kept_TE, valid_T, losses)
         return gates_TE, kept_TE
@@ -208,6 +210,16 @@ class BaseRouter(Router):
             decision = dataclasses.replace(decision, global_load_E=self._update_global_load(decision))
         options = {"btx": {"detach_u": self.options.detach_u}}
         return {name: LOSSES[name](decision, **options.get(name, {})) for name in self.losses}
+
+    def _loss_scale(self) -> Tensor | int:
+        """What the micro-batch's losses are multiplied with, so that Megatron's own scaling leaves their mean.
+
+        With a loss per token it divides all gradients by the step's tokens, so a micro-batch counts as its tokens do:
+        those of the training loss where the training loop says them, else those that are routed.
+        """
+        if not self.config.calculate_per_token_loss:
+            return 1
+        return self.loss_tokens.get(micro_batch_seed(), self.tokens)
 
     @torch.no_grad()
     def _update_global_load(self, decision: Decision) -> Tensor:
@@ -245,12 +257,10 @@ class BaseRouter(Router):
     def noise(self, width: int, draw: Callable[[Tensor, torch.Generator], Tensor], *, salt: int = 0) -> Tensor:
         """Noise [T, width] for this rank's tokens, cut from a draw for the whole micro-batch.
 
-        `draw(empty, generator)` fills fp32 memory. The seed is that of torch's CPU generator, which the training loop
-        sets for each micro-batch and Megatron's recomputation restores.
+        `draw(empty, generator)` fills fp32 memory; `salt` tells apart what one layer draws. See `noise.py`.
         """
         group, local, device = self.tp_cp_group, self.length, next(self.parameters()).device
-        seed = (torch.initial_seed() * 1_000_003 + int(self.layer_number or 0) * 8191 + salt) % (1 << 63)
-        generator = torch.Generator(device=device).manual_seed(seed)
+        generator = generator_of(device, micro_batch_seed(), int(self.layer_number or 0), salt)
         whole = draw(torch.empty(local * group.size(), self.sequences, width, device=device), generator)
         return whole[group.rank() * local : (group.rank() + 1) * local].flatten(0, 1)
 
@@ -263,10 +273,15 @@ class BaseRouter(Router):
 
     # fp32 whatever the model's dtype.
 
-    def parameter(self, *shape: int) -> torch.nn.Parameter:
-        """A further fp32 parameter, undefined, whose gradient Megatron sums over ranks as it does the weight's."""
+    def parameter(self, *shape: int, first: int | None = None) -> torch.nn.Parameter:
+        """A further fp32 parameter, undefined, whose gradient Megatron sums over ranks as it does the weight's.
+
+        `first` is the expert of its first row, where it has a row for each expert from there.
+        """
         value = torch.nn.Parameter(torch.empty(*shape, dtype=torch.float32))
         value.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        if first is not None:
+            self.frozen_rows.add(value, first)
         return value
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -11,7 +11,7 @@ from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
-from btx_nemo.routers.functional import capacity_of, expert_choice_selection
+from btx_nemo.routers.functional import capacity_of, expert_choice_selection, softmax
 
 
 class ExpertChoiceRouter(BaseRouter):
@@ -56,7 +56,7 @@ class ExpertChoiceRouter(BaseRouter):
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.expert_choice_selection`; among the tokens of all ranks that share the micro-batch."""
-        probs_TE = logits_TE.softmax(dim=-1)
+        probs_TE = softmax(logits_TE)
         scores_TE = probs_TE if self.valid_T is None else probs_TE - 2.0 * ~self.valid_T[:, None]  # padding comes last
         whole_TE, here = self.gather_tokens(scores_TE.detach())
         capacity = int(capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor))

@@ -30,7 +30,7 @@ class FlexOlmoRouter(BaseRouter):
 
     def __init__(self, *args: object, **kwargs: object):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.penalty = self.parameter(self.moe.num_experts - 1) if self.settings.bias else None
+        self.penalty = self.parameter(self.moe.num_experts - 1, first=1) if self.settings.bias else None
 
     @classmethod
     def tensors(cls, model: ModelConfig, router: RouterConfig) -> Fresh:
@@ -52,5 +52,6 @@ class FlexOlmoRouter(BaseRouter):
     @torch.no_grad()
     def after_step(self) -> None:
         """Keeps the bias at most zero."""
+        super().after_step()
         if self.penalty is not None:
             self.penalty.clamp_(max=0)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from btx_nemo.routers.functional import precise, softmax
+
 
 def plain_mean(values_TX: Tensor) -> Tensor:
     """Mean over the tokens of this process: [T, X] -> [X]."""
@@ -25,9 +27,9 @@ class Decision:
     """What a router decided for the tokens of a micro-batch, before any is dropped."""
 
     logits_TE: Tensor
-    """Router logits, fp32; where the rule adds noise, with it."""
+    """Router logits; where the rule adds noise, with it."""
     gates_TE: Tensor
-    """Weights of the combination, zero where not selected."""
+    """Weights of the combination, zero where not selected; losses are computed in their dtype."""
     selected_TE: Tensor
     """Boolean selection."""
     top_k: int
@@ -54,13 +56,13 @@ def btx(d: Decision, *, detach_u: bool = False) -> Tensor:
 
     The gradient flows through both unless `detach_u`. One on uniform routing.
     """
-    u_E, p_E = d.mean(torch.cat([d.gates_TE, d.logits_TE.softmax(dim=-1)], dim=-1)).chunk(2)
+    u_E, p_E = d.mean(torch.cat([d.gates_TE, softmax(d.logits_TE)], dim=-1)).chunk(2)
     return d.experts * ((u_E.detach() if detach_u else u_E) * p_E).sum()
 
 
 def _counts_and_probabilities(d: Decision) -> tuple[Tensor, Tensor]:
-    share_TE = d.selected_TE.to(d.logits_TE.dtype)
-    f_E, p_E = d.mean(torch.cat([share_TE, d.logits_TE.softmax(dim=-1)], dim=-1)).chunk(2)
+    share_TE = d.selected_TE.to(d.gates_TE.dtype)
+    f_E, p_E = d.mean(torch.cat([share_TE, softmax(d.logits_TE)], dim=-1)).chunk(2)
     return f_E.detach(), p_E
 
 
@@ -79,8 +81,8 @@ def hf(d: Decision) -> Tensor:
 def switch_seq(d: Decision) -> Tensor:
     """`switch` of each sequence by itself, averaged over the sequences (Megatron's seq_aux_loss)."""
     of_TB = torch.arange(d.logits_TE.shape[0], device=d.logits_TE.device)[:, None] % d.sequences
-    of_TB = (of_TB == torch.arange(d.sequences, device=of_TB.device)).to(d.logits_TE.dtype)
-    both_TX = torch.cat([d.selected_TE.to(d.logits_TE.dtype), d.logits_TE.softmax(dim=-1)], dim=-1)
+    of_TB = (of_TB == torch.arange(d.sequences, device=of_TB.device)).to(d.gates_TE.dtype)
+    both_TX = torch.cat([d.selected_TE.to(d.gates_TE.dtype), softmax(d.logits_TE)], dim=-1)
     sums_BX = d.mean((of_TB[:, :, None] * both_TX[:, None, :]).flatten(1)).view(d.sequences, -1)
     share_B1 = d.mean(of_TB)[:, None]  # of the valid tokens; none where a sequence is all padding
     f_BE, p_BE = (sums_BX / share_B1.clamp(min=torch.finfo(sums_BX.dtype).tiny)).chunk(2, dim=-1)
@@ -96,7 +98,7 @@ def switch_global(d: Decision) -> Tensor:
 
 def z(d: Decision) -> Tensor:
     """Router z-loss (ST-MoE, equation 5): mean squared log-sum-exp of the logits."""
-    return d.mean(d.logits_TE.logsumexp(dim=-1, keepdim=True).square()).sum()
+    return d.mean(precise(d.logits_TE).logsumexp(dim=-1, keepdim=True).square()).sum()
 
 
 def _squared_cv(x_E: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Normal, Take
 from btx_nemo.routers.base import BaseRouter, Fresh, moe_of
-from btx_nemo.routers.functional import pad_rows, project_domains, top_k_gates
+from btx_nemo.routers.functional import domain_logits, project_domains, top_k_gates
 
 EMBEDDINGS = "moe.options.embeddings"
 
@@ -35,6 +35,7 @@ class NexusRouter(BaseRouter):
         """Folder with a model.safetensors that holds `domain_embeddings` [N, D]; read when the router is fresh."""
 
     only_top_k = 1
+    rows = False
 
     def __init__(self, *args: object, **kwargs: object):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -79,9 +80,9 @@ class NexusRouter(BaseRouter):
         return {EMBEDDINGS: SafetensorsReader(folder)} if folder else {}
 
     def expert_embeddings(self) -> Tensor:
-        """e, padded to [16, H] or more; computed once per evaluation and each time in training."""
+        """e [N, H]; computed once per evaluation and each time in training."""
         if self.training or torch.is_grad_enabled() or self._cache is None:
-            embeddings = project_domains(pad_rows(self.domain_embeddings), self.w1, self.w2)
+            embeddings = project_domains(self.domain_embeddings, self.w1, self.w2)
             if self.training or torch.is_grad_enabled():
                 return embeddings
             self._cache = embeddings
@@ -94,7 +95,7 @@ class NexusRouter(BaseRouter):
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """x . e_i."""
-        return (hidden_TH @ self.expert_embeddings().T)[:, : self.moe.num_experts]
+        return domain_logits(hidden_TH, self.expert_embeddings())
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.top_k_gates`."""

@@ -21,7 +21,7 @@ class NoisyTopKRouter(BaseRouter):
 
     def __init__(self, *args: object, **kwargs: object):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.noise_weight = self.parameter(self.moe.num_experts, self.config.hidden_size)
+        self.noise_weight = self.parameter(self.moe.num_experts, self.config.hidden_size, first=0)
 
     @classmethod
     def check_training(cls, model: ModelConfig, router: RouterConfig) -> None:
@@ -40,10 +40,11 @@ class NoisyTopKRouter(BaseRouter):
 
     def decide(self, hidden_TH: Tensor) -> Decision:
         """See `functional.noisy_logits`."""
-        clean_TE = self.logits(hidden_TH)
         if not self.training:
+            clean_TE = self.logits(hidden_TH)
             return Decision(clean_TE, *self.route(clean_TE), self.moe.top_k)
-        noise_TE = torch.nn.functional.linear(hidden_TH, self.noise_weight)
+        both = torch.cat([self.weight, self.noise_weight])  # one product reads the hidden states once
+        clean_TE, noise_TE = torch.nn.functional.linear(hidden_TH, both).chunk(2, dim=-1)
         epsilon_TE = self.noise(self.moe.num_experts, lambda x, g: x.normal_(generator=g))
         logits_TE = noisy_logits(clean_TE, noise_TE, epsilon_TE)
         scale_TE = torch.nn.functional.softplus(noise_TE)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from btx_nemo.routers.losses import LOSSES
+
 
 @dataclass
 class Sums:
@@ -30,34 +32,25 @@ class Sums:
     together: Tensor
     """[E, E] tokens that chose both experts."""
     losses: Tensor
-    """[losses] summed values, without their weights."""
+    """[len(LOSSES)] summed values, without their weights."""
     micro_batches: Tensor
-    """[] micro-batches that had a loss."""
+    """[len(LOSSES)] micro-batches that had each loss."""
 
     @staticmethod
-    def zero(experts: int, losses: int, device: torch.device | str = "cpu") -> Sums:
+    def zero(experts: int) -> Sums:
         """Nothing seen."""
-        shapes: tuple[tuple[int, ...], ...] = (
-            (),
-            (experts,),
-            (),
-            (experts,),
-            (),
-            (),
-            (experts, experts),
-            (losses,),
-            (),
-        )
-        return Sums(*(torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes))
+        losses = len(LOSSES)
+        shapes = ((), (experts,), (), (experts,), (), (), (experts, experts), (losses,), (losses,))
+        return Sums(*(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
 
     def flat(self) -> Tensor:
         """All sums as one vector."""
         return torch.cat([getattr(self, f.name).flatten() for f in fields(self)])
 
     @staticmethod
-    def unflatten(flat: Tensor, experts: int, losses: int) -> Sums:
+    def unflatten(flat: Tensor, experts: int) -> Sums:
         """The inverse of `flat`."""
-        parts = [getattr(Sums.zero(experts, losses), f.name) for f in fields(Sums)]
+        parts = [getattr(Sums.zero(experts), f.name) for f in fields(Sums)]
         pieces = flat.split([part.numel() for part in parts])
         return Sums(*(piece.view(part.shape) for piece, part in zip(pieces, parts)))
 
@@ -65,8 +58,8 @@ class Sums:
 class RoutingStatistics:
     """Adds up `Sums`, without waiting for the device."""
 
-    def __init__(self, num_experts: int, losses: tuple[str, ...] = ()):
-        self.num_experts, self.losses = num_experts, losses
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
         self.reset()
 
     def reset(self) -> None:
@@ -85,6 +78,7 @@ class RoutingStatistics:
         log_p_TE = logits_TE.log_softmax(dim=-1)
         chosen_TE = selected_TE.to(logits_TE.dtype)
         chosen_E, kept = selected_TE.sum(dim=0), kept_TE.sum()
+        zero, one = logits_TE.new_zeros(()), logits_TE.new_ones(())
         values = (
             torch.full((), logits_TE.shape[0], device=logits_TE.device),
             chosen_E,
@@ -93,8 +87,8 @@ class RoutingStatistics:
             -(log_p_TE.exp() * log_p_TE).sum(),
             logits_TE.square().sum(),
             chosen_TE.T @ chosen_TE,
-            torch.stack([losses[name] for name in self.losses]) if losses else logits_TE.new_zeros(len(self.losses)),
-            torch.full((), int(bool(losses)), device=logits_TE.device),
+            torch.stack([losses.get(name, zero) for name in LOSSES]),
+            torch.stack([one if name in losses else zero for name in LOSSES]),
         )
         flat = torch.cat([value.flatten().double() for value in values])
         self._flat = flat if self._flat is None else self._flat + flat
@@ -102,5 +96,5 @@ class RoutingStatistics:
     def collect(self) -> Sums:
         """The sums of this rank, float64 on the CPU."""
         if self._flat is None:
-            return Sums.zero(self.num_experts, len(self.losses))
-        return Sums.unflatten(self._flat.cpu(), self.num_experts, len(self.losses))
+            return Sums.zero(self.num_experts)
+        return Sums.unflatten(self._flat.cpu(), self.num_experts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,14 @@ class SwitchRouter(BaseRouter):
         factor = cls.options_of(moe_of(model)).capacity_factor
         if not 0 <= factor < math.inf:
             raise UserError(f"moe.options.capacity_factor={factor}: must not be negative (0: no limit)")
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.config.context_parallel_size > 1 and self.settings.capacity_factor:
+            raise UserError(
+                f"context_parallel_size={self.config.context_parallel_size}: moe.router=switch drops in order of "
+                "position, which context parallelism shuffles; give moe.options.capacity_factor=0"
+            )
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.top_k_gates`."""

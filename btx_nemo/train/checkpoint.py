@@ -78,7 +78,7 @@ def _state(trainee: Trainee, step: int, *, loading: bool) -> dict[str, Any]:
     model = {key: value for key, value in model.items() if not key.endswith(EXTRA_STATE)}
     return {
         "model": model,
-        "optimizer": sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata),
+        "optimizer_parts": sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata),
         "scheduler": trainee.scheduler.state_dict(),
         "progress": {"step": step},
     }
@@ -184,5 +184,5 @@ def load_checkpoint(folder: Path, trainee: Trainee) -> int:
     if unexpected or any(not key.endswith(EXTRA_STATE) for key in missing):
         raise RuntimeError(f"{folder}: missing {missing}, unexpected {unexpected}")
     trainee.scheduler.load_state_dict(state["scheduler"])
-    load_optimizer_state(trainee.optimizer, state["optimizer"], steps=trainee.scheduler.num_steps)
+    load_optimizer_state(trainee.optimizer, state["optimizer_parts"], steps=trainee.scheduler.num_steps)
     return int(state["progress"]["step"])

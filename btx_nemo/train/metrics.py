@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,19 @@ def load_bars(load: list[list[float]], width: int = 8) -> str:
         fair = 1 / len(layer)
         words.append("".join(_BLOCKS[min(int(share / (2 * fair) * 8), 7)] for share in layer))
     return " ".join(words) + (" …" if len(load) > width else "")
+
+
+def routing_text(load: list[list[float]], entropy: list[float], dropped: list[float], dead: int) -> str:
+    """Routing in a few words for the progress line: load, entropy as a share of undecided, what is dropped or dead."""
+    mixtures = [row for row in zip(load, entropy, dropped) if any(row[0])]  # a layer may be dense
+    if not mixtures:
+        return ""
+    load, entropy, dropped = (list(column) for column in zip(*mixtures))
+    undecided = math.log(len(load[0])) or 1.0
+    words = [f"load {load_bars(load)}", f"entropy {sum(entropy) / len(entropy) / undecided:.0%}"]
+    words += [f"dropped {sum(dropped) / len(dropped):.1%}"] if any(dropped) else []
+    words += [f"dead {dead}"] if dead else []
+    return "  ".join(words)
 
 
 class TrainProgress:

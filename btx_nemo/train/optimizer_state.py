@@ -12,32 +12,62 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def sharded_optimizer_state(
     optimizer: Any, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]
-) -> list[Any]:
-    """ShardedTensors of each optimizer's moments and main weights, on this rank. Collective.
+) -> dict[Any, Any]:
+    """ShardedTensors of each optimizer's moments and main weights, on this rank, by its number. Collective.
 
     `model_state` is the model's sharded state dict, whose tensors are the parameters themselves.
     """
     for part in _parts(optimizer):
         _allocate(part)
-    return [
-        part.sharded_param_state_fully_reshardable(model_state, is_loading=loading, metadata=metadata)
-        for part in _parts(optimizer)
+    # By number and not as a list: ranks differ in how many they have, and Megatron merges no lists of other lengths.
+    state: dict[Any, Any] = {
+        number: part.sharded_param_state_fully_reshardable(model_state, is_loading=loading, metadata=metadata)
+        for number, part in enumerate(_parts(optimizer))
+    }
+    return {**state, "frozen": _of_frozen_experts(optimizer, model_state)}
+
+
+def _of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> dict[int, Any]:
+    """Zeros in the place of frozen experts where others of their layer train. Collective.
+
+    A checkpoint has a layer's experts as one tensor, of which no part may be missing.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+    in_optimizer = {id(p) for part in _parts(optimizer) for buffer in part.buffers for p in buffer.param_index_map}
+    pieces = [v for v in nested_values(model_state) if isinstance(v, (ShardedTensor, ShardedTensorFactory))]
+    trained: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(trained, {piece.key for piece in pieces if id(piece.data) in in_optimizer})
+    keys = set().union(*trained)
+    frozen = [
+        p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad
     ]
+    states = [
+        make_sharded_optimizer_tensor(
+            piece, torch.zeros_like(piece.data, dtype=torch.float32), f"optimizer.state.{key}"
+        )
+        for piece in frozen
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    ]
+    return dict(enumerate(states))
 
 
-def load_optimizer_state(optimizer: Any, states: list[Any], *, steps: int) -> None:
+def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) -> None:
     """Takes what `sharded_optimizer_state` described and a checkpoint filled; `steps` is the number of steps taken."""
-    for part, state in zip(_parts(optimizer), states):
+    for number, part in enumerate(_parts(optimizer)):
         moments = list(_torch_moments(part))
         for moment in moments:  # Megatron looks for a tensor for every entry, and has none for the step counter
             del moment["step"]
-        part.load_parameter_state_from_fully_reshardable(state)
+        part.load_parameter_state_from_fully_reshardable(states[number])
         for moment in moments:
             moment["step"] = torch.tensor(float(steps))
         if not moments:  # Apex and Transformer Engine count in the group

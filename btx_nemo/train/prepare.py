@@ -22,6 +22,7 @@ from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import LOSSES
+from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
@@ -70,6 +71,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_optim(config)
     source = _source(config)
     _check_stage(config, source)
+    check_dropout(config.dropout, source.model)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)
     dp_size = ranks // (config.layout.tp * config.layout.pp)

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.platform import device
+from btx_nemo.routers.losses import LOSSES
 from btx_nemo.routers.statistics import RoutingStatistics, Sums
 
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routers did, per layer, over all ranks; counted before any token is dropped."""
+    """What the routers did, per layer, over all ranks; counted before any token is dropped. Zero in dense layers."""
 
     load: list[list[float]]
     """[layer][expert]: share of all token-to-expert assignments; a layer sums to one."""
@@ -79,7 +80,7 @@ def separate_routing(gpt: Any) -> Iterator[None]:
     """Counts apart while entered, as validation does in the midst of training."""
     before = [(router, router.statistics) for router in routers(gpt)]
     for router, statistics in before:
-        router.statistics = RoutingStatistics(statistics.num_experts, statistics.losses)
+        router.statistics = RoutingStatistics(statistics.num_experts)
     yield
     for router, statistics in before:
         router.statistics = statistics
@@ -89,23 +90,21 @@ def collect_routing(gpt: Any, model: ModelConfig) -> Routing | None:
     """What all routers did since the last reset, the same on every rank; None for a dense model. Collective."""
     if model.moe is None:
         return None
-    here = routers(gpt)
-    names = here[0].statistics.losses  # every rank has a layer
-    width = Sums.zero(model.moe.num_experts, len(names)).flat().numel()
-    flat_LX = torch.zeros(model.num_layers, width, dtype=torch.float64)
-    for router in here:
+    experts = model.moe.num_experts
+    flat_LX = torch.zeros(model.num_layers, Sums.zero(experts).flat().numel(), dtype=torch.float64)
+    for router in routers(gpt):
         flat_LX[router.layer_number - 1] = router.statistics.collect().flat()
     flat_LX = flat_LX.to(device())
     dist.all_reduce(flat_LX)
-    layers = [Sums.unflatten(row, model.moe.num_experts, len(names)) for row in flat_LX.cpu()]
-    return _routing(layers, names)
+    return _routing([Sums.unflatten(row, experts) for row in flat_LX.cpu()])
 
 
-def _routing(layers: list[Sums], names: tuple[str, ...]) -> Routing:
+def _routing(layers: list[Sums]) -> Routing:
     def per_token(value: Tensor, sums: Sums) -> Any:
         return (value / sums.tokens.clamp(min=1)).tolist()
 
-    counted = bool(layers[0].micro_batches)
+    counted_LX = torch.stack([s.micro_batches for s in layers])
+    names = {name: i for i, name in enumerate(LOSSES) if counted_LX[:, i].any()}
     return Routing(
         load=[(s.selected / s.selected.sum().clamp(min=1)).tolist() for s in layers],
         mean_gate=[per_token(s.gates, s) for s in layers],
@@ -113,5 +112,5 @@ def _routing(layers: list[Sums], names: tuple[str, ...]) -> Routing:
         coactivation=[per_token(s.together, s) for s in layers],
         dropped=[(s.dropped / s.selected.sum().clamp(min=1)).item() for s in layers],
         logit_rms=[per_token(s.squares / s.selected.numel(), s) ** 0.5 for s in layers],
-        losses={n: [(s.losses[i] / s.micro_batches).item() for s in layers] for i, n in enumerate(names) if counted},
+        losses={n: [(s.losses[i] / s.micro_batches[i].clamp(min=1)).item() for s in layers] for n, i in names.items()},
     )

@@ -22,7 +22,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from btx_nemo.train.lock import claimed
-from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
+from btx_nemo.train.metrics import MetricsFile, TrainProgress, routing_text
 from btx_nemo.train.prepare import Prepared, blend_of, prepare
 from btx_nemo.train.routing import Routing, collect_routing, frozen_with_losses, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
@@ -54,7 +54,7 @@ class _Run:
         self.config, self.prepared, self.stop = config, prepared, stop
         self.model: ModelConfig = prepared.source.model
         self.out = prepared.out
-        self._load_text = ""
+        self._routing_text = ""
         self._dead: set[tuple[int, int]] = set()
         self.first = dist.get_rank() == 0
         self.dp_rank, self.dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -145,7 +145,7 @@ class _Run:
             self._check_finite(step, result)
             if step % config.log_every == 0 or step == config.steps:
                 self._log(step, result)
-            text = f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{self._load_text}"
+            text = f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{self._routing_text}"
             self.bar.update(step, text)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 self._validate(step)
@@ -175,7 +175,8 @@ class _Run:
         }
         if routing is not None:
             record |= routing.record()
-            self._load_text = f"  load {load_bars(routing.load)}"
+            text = routing_text(routing.load, routing.entropy, routing.dropped, len(routing.dead))
+            self._routing_text = f"  {text}"
             self._warn_of_dead(routing)
         if self.metrics:
             self.metrics.write(record)

@@ -7,6 +7,7 @@ from typing import Any
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.load import load_weights
 from btx_nemo.megatron.model import build_model
+from btx_nemo.train.dropout import install_dropout
 from btx_nemo.train.freeze import freeze
 from btx_nemo.train.optimizer import build_optimizer
 from btx_nemo.train.source import ModelSource
@@ -22,11 +23,17 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
     )
 
     gpt: Any = build_model(
-        source.model, config.layout, precision=config.precision, router=config.router, recompute=config.recompute
+        source.model,
+        config.layout,
+        precision=config.precision,
+        router=config.router,
+        recompute=config.recompute,
+        per_token_loss=config.per_token_loss,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
     if config.freeze or config.train:
         freeze(gpt, config.freeze, but=config.train)
+    install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
     module = gpt
     if config.precision == "bf16":

@@ -95,6 +95,10 @@ def override(model: ModelConfig, moe: MoEOverride) -> ModelConfig:
     if given.get("router", model.moe.router) != model.moe.router:
         given.setdefault("options", {})  # another rule has other settings
     changed = dataclasses.replace(model.moe, **given)
+    if (changed.shared_expert_intermediate_size or 0) < 0:
+        raise UserError(
+            f"moe.shared_expert_intermediate_size={changed.shared_expert_intermediate_size}: must not be negative"
+        )
     only = router_class(changed.router).only_top_k
     if "top_k" not in given and only is not None:
         changed = dataclasses.replace(changed, top_k=only)

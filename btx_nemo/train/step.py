@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from btx_nemo.megatron.platform import device
+from btx_nemo.routers.noise import micro_batch_seed
 from btx_nemo.train.routing import routers
 
 
@@ -58,6 +59,8 @@ class _ForwardStep:
     seed: int
     first: int
     """Number of the global batch's first micro-batch since the beginning of the run."""
+    routers: list[Any]
+    """This rank's."""
     done: int = 0
     """Micro-batches that this rank has seen of the global batch."""
 
@@ -68,20 +71,19 @@ class _ForwardStep:
         self.done += 1
         # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
         torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
-        return _forward_step(batches, model)
-
-
-def _forward_step(batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
-    losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    mask_BS = batch["loss_mask"]
-
-    def loss_function(losses_BS: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        total = (losses_BS.float() * mask_BS).sum()
+        batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
+        mask_BS = batch["loss_mask"]
         count = mask_BS.sum()
-        return total / count.clamp(min=1), {"total": total.detach(), "count": count}
+        for router in self.routers:
+            router.loss_tokens[micro_batch_seed()] = count
+        losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
-    return losses_BS, loss_function
+        def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total = (losses_BS.float() * mask_BS).sum()
+            # Megatron divides: by this count and the number of micro-batches, or by the step's tokens.
+            return total, count.int(), {"total": total.detach().clone(), "count": count}
+
+        return losses_BS, loss_function
 
 
 def _run_schedule(
@@ -100,7 +102,7 @@ def _run_schedule(
 
     first = step * microbatches * mpu.get_data_parallel_world_size()
     return get_forward_backward_func()(
-        forward_step_func=_ForwardStep(seed, first),
+        forward_step_func=_ForwardStep(seed, first, routers(model)),
         data_iterator=batches,
         model=[model],
         num_microbatches=microbatches,

@@ -39,23 +39,35 @@ def vectorised(rule: str, logits: Tensor, k: int, groups: int, noise: Tensor, ta
     return F.grouped_top_k_gates(logits, groups, k)
 
 
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-6}
+"""Of values: half-precision logits are computed with in fp32. Gradients come back in the logits' own dtype."""
+
+
 @pytest.mark.parametrize("rule", ["top_k", "share", "soft", "sample_top1", "divmoe"])
-@settings(max_examples=100, deadline=None)
-@given(case=routing_cases(), seed=st.integers(0, 99))
-def test_equals_a_naive_loop_with_its_gradient(rule: str, case: tuple[Tensor, int, int], seed: int) -> None:
+@settings(max_examples=150, deadline=None)
+@given(case=routing_cases(), seed=st.integers(0, 99), dtype=DTYPES)
+def test_equals_a_naive_loop_with_its_gradient(
+    rule: str, case: tuple[Tensor, int, int], seed: int, dtype: torch.dtype
+) -> None:
     values, groups, k = case
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(values.shape, generator=generator, dtype=torch.float64) * (seed % 2)  # ties stay with zero
+    noise = noise.float()
     weights, tau = torch.randn(values.shape, generator=generator, dtype=torch.float64), 0.7
-    ours, theirs = values.clone().requires_grad_(), values.clone().requires_grad_()
+    ours = values.to(dtype).requires_grad_()
+    theirs = values.to(dtype).double().requires_grad_()
     gates, selected = vectorised(rule, ours, k, groups, noise, tau)
-    rows = [naive.gates(rule, row, k, groups, tau, n) for row, n in zip(theirs, noise)]
+    rows = [naive.gates(rule, row, k, groups, tau, n) for row, n in zip(theirs, noise.double())]
     expected, chosen = naive.matrix(rows, values.shape[1])
     assert torch.equal(selected, chosen)
-    torch.testing.assert_close(gates, expected, atol=1e-12, rtol=0)
+    assert gates.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(gates.double(), expected, atol=TOLERANCE[dtype], rtol=0)
     (gates * weights).sum().backward()
     (expected * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=0)
+    assert ours.grad is not None
+    rounding = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0
+    torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=3 * TOLERANCE[dtype], rtol=rounding)
 
 
 def vector(case: dict[str, Any], *path: str) -> Tensor:
@@ -149,7 +161,7 @@ def test_gates_are_mixtrals_rule() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_experts_is_softmax(dtype: torch.dtype) -> None:
     logits = torch.randn(8, 4, generator=torch.Generator().manual_seed(2)).to(dtype)
-    torch.testing.assert_close(F.top_k_gates(logits, 4)[0], logits.softmax(-1))
+    torch.testing.assert_close(F.top_k_gates(logits, 4)[0], logits.float().softmax(-1))
 
 
 @settings(max_examples=100, deadline=None)
@@ -186,14 +198,23 @@ def test_divmoe_never_takes_two_of_a_group_whatever_the_logits() -> None:
         torch.testing.assert_close(gates.sum(-1), torch.ones(len(logits)))
 
 
-def test_a_nexus_extension_leaves_the_old_logits_as_they_were() -> None:
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (1, 16), (15, 17), (16, 17), (20, 70), (70, 200)])
+def test_a_nexus_extension_leaves_the_old_logits_as_they_were(before: int, after: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    w1, w2 = torch.randn(32, 8, generator=generator), torch.randn(16, 16, generator=generator)
-    domains, x = torch.randn(4, 8, generator=generator), torch.randn(64, 16, generator=generator)
-    before, after = ((x @ F.project_domains(F.pad_rows(d), w1, w2).T)[:, : len(d)] for d in (domains[:3], domains))
-    assert torch.equal(before, after[:, :3])
-    share = after.softmax(-1)[:, 3:]
-    torch.testing.assert_close(after.softmax(-1)[:, :3], before.softmax(-1) * (1 - share))
+    w1, w2 = torch.randn(128, 24, generator=generator) / 5, torch.randn(64, 64, generator=generator) / 64
+    domains, x = torch.randn(after, 24, generator=generator), torch.randn(200, 64, generator=generator)
+    old, new = (F.domain_logits(x, F.project_domains(d, w1, w2)) for d in (domains[:before], domains))
+    assert old.shape == (200, before)
+    assert torch.equal(old, new[:, :before])
+    torch.testing.assert_close(new, x @ F.project_domains(domains, w1, w2).T, rtol=1e-4, atol=1e-5)
+    left = new.softmax(-1)[:, before:].sum(-1, keepdim=True)  # the old scores shrink by what the new ones take
+    torch.testing.assert_close(new.softmax(-1)[:, :before], old.softmax(-1) * (1 - left), rtol=1e-3, atol=1e-6)
+
+
+def test_nexus_logits_have_their_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, e = (torch.randn(n, 6, dtype=torch.float64, generator=generator).requires_grad_() for n in (5, 18))
+    assert torch.autograd.gradcheck(F.domain_logits, (x, e))
 
 
 def test_opting_an_expert_out_equals_never_having_had_it() -> None:

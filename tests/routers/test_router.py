@@ -16,8 +16,9 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import is_renormalised_top_k
 from btx_nemo.families.config import MoEConfig
 from btx_nemo.routers import register_router, router_class, router_names
+from btx_nemo.routers.rows import check_frozen_rows
 
-NAMES = ["top_k", "switch", "soft", "divmoe", "flexolmo", "noisy_top_k", "expert_choice"]
+NAMES = ["top_k", "switch", "soft", "divmoe", "flexolmo", "nexus", "noisy_top_k", "expert_choice"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,9 +44,64 @@ def test_casts_leave_a_router_alone(ranks: RankPool) -> None:
 
 
 def test_a_setting_of_megatrons_router_that_ours_ignores_is_refused(ranks: RankPool) -> None:
+    """By every router, in one line that names it."""
     (messages,) = ranks.run(frame_jobs.refusals, ranks=1)
-    assert len(messages) == 4
-    assert all("is not supported by the routers of btx_nemo" in message for message in messages)
+    assert messages.keys() == frame_jobs.FOREIGN.keys()
+    for key, texts in messages.items():
+        assert len(texts) >= 9
+        for text in texts:
+            assert text.startswith(f"{key}={frame_jobs.FOREIGN[key]}") and "\n" not in text
+
+
+@pytest.mark.parametrize("name", ["top_k", "soft", "divmoe", "flexolmo", "nexus"])
+def test_context_parallel_ranks_share_a_micro_batch(ranks: RankPool, name: str) -> None:
+    """Losses, their gradients and the statistics, at the level of a router: Megatron's attention needs a GPU for it."""
+    for both, one in ranks.run(frame_jobs.context_parallel, name, ranks=2):
+        for key, value in one.items():
+            if key in ("losses", "micro_batches"):  # each rank has the whole
+                value = 2 * value
+            torch.testing.assert_close(both[key], value, atol=1e-5, rtol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_order_of_position_is_lost_under_context_parallelism(ranks: RankPool) -> None:
+    (message,) = ranks.run(frame_jobs.switch_under_context_parallelism, ranks=1)
+    assert "moe.router=switch drops in order of position" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "settings"),
+    [
+        ("top_k", [1], ({}, {})),
+        ("flexolmo", [2], ({"bias": True}, {"bias": True})),
+        ("nexus", [3], ({"embedding_size": 4}, {"embedding_size": 4})),
+        ("divmoe", [2, 3], ({"groups": 3}, {"groups": 2})),  # a domain is a group
+        ("soft", [0], ({}, {})),
+    ],
+)
+def test_an_expert_that_opted_out_was_never_there(
+    ranks: RankPool, name: str, gone: list[int], settings: tuple[dict, dict]
+) -> None:
+    """Deleting its row (embedding, group) from a router's state is a logit of minus infinity."""
+    (found,) = ranks.run(frame_jobs.opted_out, name, 6, gone, settings, ranks=1)
+    assert torch.equal(found["kept"], found["kept never"])
+    torch.testing.assert_close(found["out"], found["never"], atol=1e-6, rtol=1e-6)
+    assert (found["gone"] == 0).all()
+
+
+def test_a_router_without_rows_has_none_to_freeze() -> None:
+    moe = MoEConfig(num_experts=4, top_k=1, router="nexus")
+    with pytest.raises(UserError, match=r"router\.frozen_rows=\[0\]: moe\.router=nexus has no rows of its own"):
+        check_frozen_rows([0], moe, router_class("nexus").rows)
+
+
+@pytest.mark.parametrize("name", router_names())
+def test_only_routers_with_a_capacity_take_one(name: str) -> None:
+    moe = MoEConfig(num_experts=4, top_k=1, router=name, options={"capacity_factor": 1.25})
+    if name in ("switch", "expert_choice"):
+        assert router_class(name).options_of(moe).capacity_factor == 1.25
+    else:
+        with pytest.raises(UserError, match=r"unknown key moe\.options\.capacity_factor"):
+            router_class(name).options_of(moe)
 
 
 def test_noise_has_its_law(ranks: RankPool) -> None:

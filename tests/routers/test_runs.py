@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -23,7 +24,13 @@ RUNS = {
     "noisy_top_k": {"moe__router": "noisy_top_k", "router__losses__load": 0.1, "router__input_jitter": 0.01},
     "nexus": NEXUS,
     "flexolmo": {"moe__router": "flexolmo", "moe__options__bias": "true", "router__reset": "true"},
-    "switch-bf16": {"moe__router": "switch", "precision": "bf16"},
+    "switch-bf16": {
+        "moe__router": "switch",
+        "precision": "bf16",
+        "dropout__expert": 0.4,
+        "dropout__hidden": 0.1,
+        "per_token_loss": "true",
+    },
 }
 
 
@@ -88,6 +95,57 @@ def test_a_resumed_run_is_the_run(
         assert (penalty <= 0).all() and (penalty < 0).any()
 
 
+@pytest.mark.parametrize("name", ["sample_top1", "noisy_top_k", "nexus", "flexolmo"])
+def test_router_state_is_resharded(
+    world: TinyWorld, commands: CommandServer, domains: Path, tmp_path: Path, name: str
+) -> None:
+    """Saved at tp2 pp2 ep2, resumed at one rank and at another layout: the run of one rank."""
+    assert commands.run(*arguments(world, domains, name, tmp_path / "whole")).code == 0
+    expected = stored(tmp_path / "whole" / "checkpoints" / "step_00000006")
+    out = tmp_path / "spread"
+    spread = [*arguments(world, domains, name, out), "layout.tp=2", "layout.pp=2", "layout.ep=2"]
+    before = "btx_testing.death:term_at?btx_nemo.train.run:train_step:3"
+    assert [rank.wait().code for rank in commands.start_ranks(4, *spread, before=before)] == [75] * 4
+    for layout, count in (([], 1), (["layout.ep=2"], 2)):
+        again = Path(shutil.copytree(out, tmp_path / f"again{count}"))
+        for ended in commands.run_ranks(count, *arguments(world, domains, name, again), *layout):
+            assert ended.code == 0, ended.err
+        assert curve(again) == pytest.approx(curve(tmp_path / "whole"), abs=1e-4)
+        found = stored(again / "checkpoints" / "step_00000006")
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], atol=2e-3 if value.is_floating_point() else 0, rtol=0)
+        if name == "nexus":
+            key = "decoder.layers.1.mlp.router.domain_embeddings"
+            assert torch.equal(found[key], expected[key])
+
+
+def curve(out: Path) -> list[float]:
+    return [value for r in metrics(out) for value in (r.get("loss"), *r.get("valid", {}).values()) if value is not None]
+
+
+def test_a_public_expert_keeps_its_bits(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """FlexOlmo's training of one expert beside the public one, as docs/routers.md has it; AdamW's decay is on."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "routers.md").read_text()
+    (freeze,) = re.findall(r"'freeze=(\[[^']*\])'", page)
+    found = {}
+    for steps in (0, 6):
+        out = tmp_path / str(steps)
+        more = {"moe__router": "flexolmo", "moe__options__bias": "true", "router__frozen_rows": "[0]", "freeze": freeze}
+        arguments = world.arguments("tiny_mix", out, **more, export="false", steps=steps, optim__warmup_steps=0)
+        ended = commands.run(*arguments)
+        assert ended.code == 0, ended.err
+        found[steps] = stored(out / "checkpoints" / f"step_{steps:08d}")
+    before, after = found[0], found[6]
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        public = ".router.weight" in key or ".experts.linear" in key
+        if "penalty" in key:
+            continue
+        assert torch.equal(after[key][0] if public else after[key], value[0] if public else value), key
+        assert not public or not any(torch.equal(a, b) for a, b in zip(after[key][1:], value[1:])), key
+
+
 def test_metrics_hold_the_routing(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     out = tmp_path / "run"
     more = {"moe__router": "switch", "moe__options__capacity_factor": 1.0, "export": "false", "steps": 2}
@@ -113,3 +171,4 @@ def test_a_dead_expert_and_a_frozen_router_are_named(world: TinyWorld, commands:
     assert ended.code == 0, ended.err
     assert "warning: the routers are frozen, so that router.losses={'btx': 0.01} move only" in ended.err
     assert "got no token in this step" in ended.err  # four tokens for four experts
+    assert re.search(r"mix 2/2  loss .*  load [▁-█]{4} [▁-█]{4}  entropy \d+%  dead \d", ended.err)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from btx_testing import train_jobs
+from btx_testing import router_jobs, train_jobs
+from btx_testing.jobs import random_batch
 from btx_testing.pool import RankPool
-from btx_testing.runs import TinyWorld
+from btx_testing.runs import VOCAB, TinyWorld
 
 LAYOUTS = [
     pytest.param({}, 1, id="one"),
@@ -115,3 +116,47 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     return make_llama(tmp_path_factory.mktemp("tied") / "hf", seed=4, **{**SIZES, "tie_word_embeddings": True})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["flexolmo", "noisy_top_k"])
+@pytest.mark.parametrize(("layout", "count"), [({}, 1), ({"tp": 2, "ep": 2}, 2), ({"pp": 2, "ep": 2}, 4)])
+def test_rows_of_frozen_experts_keep_their_bits(
+    ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int, name: str, precision: str
+) -> None:
+    """FlexOlmo's public row, with AdamW's decay; the other rows learn."""
+    options = {"flexolmo": {"bias": True}}.get(name, {})
+    options = {
+        "moe": {"router": name, "options": options},
+        "router": {"frozen_rows": [0, 2]},
+        "precision": precision,
+    }
+    batch = random_batch(VOCAB, total=4, length=16)
+    found: dict[str, list[bool]] = {}
+    for result in ranks.run(router_jobs.changed_rows, str(world.mixture), layout, batch, options, ranks=count):
+        for key, rows in result.items():
+            assert found.setdefault(key, rows) == rows
+    assert len(found) == 4
+    for key, rows in found.items():
+        assert rows == ([True, False, True] if "penalty" in key else [False, True, False, True]), key
+
+
+def test_a_frozen_row_leaves_the_other_gradients_and_takes_no_part_in_the_norm(
+    ranks: RankPool, world: TinyWorld
+) -> None:
+    batch = random_batch(VOCAB, total=2, length=16)
+    results = []
+    for frozen in ([], [1]):
+        options = {"moe": {"router": "flexolmo"}, "router": {"frozen_rows": frozen}}
+        (result,) = ranks.run(router_jobs.steps, str(world.mixture), {}, batch, options, ranks=1)
+        results.append((router_jobs.whole([result]), result["norms"][0]))
+    (free, norm), (held, held_norm) = results
+    lost = 0.0
+    for key, value in free.items():
+        expected = value.clone()
+        if "router.weight" in key:
+            lost += value[1].square().sum().item()
+            expected[1] = 0
+        torch.testing.assert_close(held[key], expected)
+    assert lost > 0
+    assert held_norm**2 == pytest.approx(norm**2 - lost, rel=1e-5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
-from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
+from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars, routing_text
 
 
 def write(path: Path, *steps: int, end: str = "") -> None:
@@ -95,3 +96,13 @@ def test_only_the_first_rank_shows(capsys: pytest.CaptureFixture[str]) -> None:
         bar.update(1, "loss 1.0")
         bar.say("validation")
     assert capsys.readouterr() == ("", "")
+
+
+def test_routing_in_a_few_words() -> None:
+    load, entropy = [[0.5, 0.5, 0, 0], [0.25] * 4], [0.0, math.log(4)]
+    assert routing_text(load, entropy, [0.0, 0.0], 0) == f"load {load_bars(load)}  entropy 50%"
+    assert routing_text(load, entropy, [0.1, 0.0], 2).endswith("entropy 50%  dropped 5.0%  dead 2")
+    assert routing_text([[0.0] * 4, load[1]], [0.0, math.log(4)], [0.0, 0.1], 0) == (
+        f"load {load_bars(load[1:])}  entropy 100%  dropped 10.0%"
+    )
+    assert routing_text([[1.0]], [0.0], [0.0], 0).endswith("entropy 0%")

@@ -20,7 +20,14 @@ LOSSES = ("btx", "switch", "hf", "switch_seq", "importance", "z")
 HIDDEN, EXPERTS, LENGTH, ROWS = 8, 4, 8, 3
 
 
-def make(name: str, losses: tuple[str, ...] = LOSSES, layer: int = 2, **changes: Any) -> Any:
+def make(
+    name: str,
+    losses: tuple[str, ...] = LOSSES,
+    layer: int = 2,
+    experts: int = EXPERTS,
+    settings: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Any:
     """A router with random weights, the same on all ranks; its micro-batches are [LENGTH, ROWS, HIDDEN]."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
@@ -30,7 +37,7 @@ def make(name: str, losses: tuple[str, ...] = LOSSES, layer: int = 2, **changes:
     kind = router_class(name)
     top_k = kind.only_top_k or 2
     moe = MoEConfig(
-        num_experts=EXPERTS, top_k=top_k, router=name, options=OPTIONS.get(name, {}),
+        num_experts=experts, top_k=top_k, router=name, options=OPTIONS.get(name, {}) if settings is None else settings,
         shared_expert_intermediate_size=8 if name == "nexus" else None,
     )  # fmt: skip
     model = ModelConfig(
@@ -120,7 +127,7 @@ def global_counts() -> tuple[list[float], list[float]]:
                 hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=generator)
                 router.statistics.reset()
                 _, kept = router(hidden)
-                ours.append(router.statistics.collect().losses.item())
+                ours.append(router.statistics.collect().losses.sum().item())
                 counts = kept.sum(0).float()
                 dist.all_reduce(counts)
                 total, count = total + counts, count + 1
@@ -144,24 +151,82 @@ def casts() -> dict[str, Any]:
         return {"weight": str(router.weight.dtype), "exact": torch.equal(router.weight, before)}
 
 
-def refusals() -> list[str]:
-    """Messages for settings that our routers would ignore."""
+FOREIGN = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+    "moe_z_loss_coeff": 0.001,
+    "moe_input_jitter_eps": 0.01,
+    "moe_router_dtype": "fp64",
+    "moe_router_fusion": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_topk_scaling_factor": 2.0,
+    "moe_router_topk_limited_devices": 2,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_force_load_balancing": True,
+    "moe_token_dropping": True,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_router_padding_for_fp8": True,
+    "moe_router_padding_for_quantization": True,
+    "moe_expert_capacity_factor": 1.25,
+    "moe_router_topk": 3,
+    "num_moe_experts": 8,
+}
+"""Settings of Megatron's router that ask for what ours does not do."""
+
+
+def refusals() -> dict[str, list[str]]:
+    """Setting -> what each router says to it, in one line."""
+    from btx_nemo.errors import UserError
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.routers import router_names
+
+    messages: dict[str, list[str]] = {key: [] for key in FOREIGN}
+    with parallel_state(LayoutConfig(), seed=1):
+        for name in router_names():
+            for key, value in FOREIGN.items():
+                try:
+                    make(name, **{key: value})
+                    messages[key].append(f"{name}: accepted")
+                except UserError as error:
+                    messages[key].append(str(error))
+    return messages
+
+
+def context_parallel(name: str) -> tuple[dict, dict]:
+    """The outcome of a router on two context-parallel ranks, with padding, and on one."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    from btx_nemo.megatron.platform import cpu_platform
+
+    hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    mask = torch.rand(LENGTH, ROWS, generator=torch.Generator().manual_seed(2)) < 0.3
+    outcomes = []
+    with cpu_platform():
+        for size in (2, 1):
+            mpu.initialize_model_parallel(context_parallel_size=size)
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            router = make(name, context_parallel_size=size)
+            outcomes.append(_outcome(router, hidden, mask, size, mpu.get_context_parallel_rank()))
+            mpu.destroy_model_parallel()
+    both, one = outcomes
+    # On one context-parallel rank the two processes are data parallel and did the same: their sum is twice as much.
+    return both, {key: value / 2 for key, value in one.items()}
+
+
+def switch_under_context_parallelism() -> str:
+    """What the switch router says to two context-parallel ranks."""
     from btx_nemo.errors import UserError
     from btx_nemo.megatron.parallel import parallel_state
 
-    messages = []
     with parallel_state(LayoutConfig(), seed=1):
-        for key, value in (
-            ("calculate_per_token_loss", True),
-            ("moe_router_fusion", True),
-            ("moe_pad_expert_input_to_capacity", True),
-            ("moe_router_load_balancing_type", "aux_loss"),
-        ):
-            try:
-                make("top_k", **{key: value})
-            except UserError as error:
-                messages.append(str(error))
-    return messages
+        try:
+            make("switch", context_parallel_size=2)
+        except UserError as error:
+            return str(error)
+    return "accepted"
 
 
 def noise() -> dict[str, bool]:
@@ -210,3 +275,62 @@ def own_router(name: str) -> list[float]:
         router(torch.randn(LENGTH, ROWS, HIDDEN))
         sums = router.statistics.collect()
         return (sums.selected / sums.selected.sum()).tolist()
+
+
+def per_token(loss: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The gradient of a loss on the router's weight, without and with a loss per token, and the valid tokens."""
+    import torch.distributed as dist
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from btx_nemo.megatron.parallel import parallel_state
+
+    with parallel_state(LayoutConfig(**layout), seed=1):
+        size, rank = dist.get_world_size(), dist.get_rank()
+        hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+        mask = torch.rand(LENGTH, ROWS, generator=torch.Generator().manual_seed(2)) < 0.3
+        own = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        grads = []
+        for on in (False, True):
+            router = make("top_k", (loss,), calculate_per_token_loss=on)
+            gates, _ = router(hidden[own], mask[own])
+            (gates * 0).sum().backward()
+            dist.all_reduce(router.weight.grad)
+            grads.append(router.weight.grad)
+        MoEAuxLossAutoScaler.main_loss_backward_scale = scale
+        return grads[0], grads[1], int((~mask).sum())
+
+
+def opted_out(name: str, experts: int, gone: list[int], settings: tuple[dict, dict]) -> dict[str, torch.Tensor]:
+    """A router whose experts `gone` have a logit of minus infinity, and one that was never given them; both gates."""
+    from btx_nemo.megatron.parallel import parallel_state
+
+    left = [expert for expert in range(experts) if expert not in gone]
+    hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    with parallel_state(LayoutConfig(), seed=1), torch.no_grad():
+        whole = make(name, experts=experts, settings=settings[0]).eval()
+        never = make(name, experts=len(left), settings=settings[1]).eval()
+        for key, value in {**dict(whole.named_parameters()), **dict(whole.named_buffers())}.items():
+            target = never.get_parameter(key) if key in dict(never.named_parameters()) else never.get_buffer(key)
+            if key == "penalty":  # which expert 0 lacks
+                value = value[[expert - 1 for expert in left if expert]]
+            elif value.shape[0] == experts:
+                value = value[left]
+            target.copy_(value)
+        logits = whole.logits
+
+        def closed(hidden_TH: torch.Tensor) -> torch.Tensor:
+            values = logits(hidden_TH)
+            values[:, gone] = float("-inf")
+            return values
+
+        whole.logits = closed
+        gates, kept = whole(hidden)
+        gates_never, kept_never = never(hidden)
+        return {
+            "out": gates[:, left],
+            "never": gates_never,
+            "gone": gates[:, gone],
+            "kept": kept[:, left],
+            "kept never": kept_never,
+        }

@@ -35,9 +35,9 @@ def gates(rule: str, row: Any, k: int, groups: int = 1, tau: float = 1.0, noise:
     if rule == "soft":
         return softmax(row, everything)
     if rule == "sample_top1":
-        probabilities = softmax([(z + g) / tau for z, g in zip(row, noise)], everything)
-        (winner,) = best([probabilities[e] for e in everything], everything, 1)
-        return {winner: probabilities[winner]}
+        noisy = [z + g for z, g in zip(row, noise)]
+        (winner,) = best(noisy, everything, 1)
+        return {winner: softmax([value / tau for value in noisy], everything)[winner]}
     assert rule == "divmoe"
     size = len(row) // groups
     winners = [best(row, everything[g * size : (g + 1) * size], 1)[0] for g in range(groups)]
@@ -53,7 +53,15 @@ def matrix(rows: list[dict[int, Tensor]], experts: int) -> tuple[Tensor, Tensor]
     )
 
 
-def loss(name: str, logits: Tensor, rows: list[dict[int, Tensor]], valid: list[bool], k: int, sequences: int) -> Tensor:
+def loss(
+    name: str,
+    logits: Tensor,
+    rows: list[dict[int, Tensor]],
+    valid: list[bool],
+    k: int,
+    sequences: int,
+    load: list[float] | None = None,
+) -> Tensor:
     """A loss over the valid tokens."""
     tokens = [t for t in range(len(rows)) if valid[t]]
     if name == "switch_seq":
@@ -67,6 +75,8 @@ def loss(name: str, logits: Tensor, rows: list[dict[int, Tensor]], valid: list[b
     gate = [sum((rows[t][e] for t in tokens if e in rows[t]), 0 * logits[0, 0]) for e in everything]
     if name == "btx":
         return experts * sum(gate[e] / len(tokens) * p[e] for e in everything)  # type: ignore[return-value]
+    if name == "switch_global":  # with the counts of other micro-batches, which the caller gives
+        return experts * sum(load[e] / k * p[e] for e in everything)  # type: ignore[return-value, index]
     if name in ("switch", "hf"):
         share = [count[e] / len(tokens) / (k if name == "switch" else 1) for e in everything]
         return experts * sum(share[e] * p[e] for e in everything)  # type: ignore[return-value]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from btx_nemo.config.schema import LayoutConfig, MoEOverride, OptimConfig, RouterConfig
+from btx_nemo.config.schema import DropoutConfig, LayoutConfig, MoEOverride, OptimConfig, RouterConfig
 
 BETA1 = 0.9
 
@@ -22,17 +24,21 @@ class Settings:
         self.precision = options.get("precision", "fp32")
         self.recompute = options.get("recompute", "none")
         self.freeze = options.get("freeze", [])
+        self.dropout = DropoutConfig(**options.get("dropout", {}))
+        self.per_token_loss = options.get("per_token_loss", False)
         self.seed, self.steps = 1, 100
         # No clipping: the first moment of AdamW after one step is then the gradient itself, times 1 - beta1.
-        self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0)
+        self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0, weight_decay=0.5)
 
 
 def source(folder: str, options: dict[str, Any]) -> Any:
     """The model with the router that `options` ask for; what a fresh one starts with at zero has values instead."""
     from btx_nemo.plan.expr import Full, Normal
-    from btx_nemo.train.source import open_source
+    from btx_nemo.train.source import fresh_source, open_source
 
     router = RouterConfig(**options.get("router", {}))
+    if "fresh" in options:
+        return fresh_source(options["fresh"], router)
     found = open_source(Path(folder), MoEOverride(**options.get("moe", {})), router)
     expressions = {
         key: (Full(-0.3) if "penalty" in key else Normal(0.1)) if expression == Full(0.0) else expression
@@ -44,45 +50,21 @@ def source(folder: str, options: dict[str, Any]) -> Any:
 def steps(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
     """Loss, gradient norm, this rank's parts of all gradients, and routing of the first step; later losses too.
 
-    options: moe, router, precision, recompute, freeze, micro_batch_size, steps, first (number of the first step).
+    options: fresh (a ModelConfig instead of the folder), moe, router, precision, recompute, freeze, dropout,
+    per_token_loss, micro_batch_size, steps, first (number of the first step).
     """
-    from megatron.core import parallel_state as mpu
-
-    from btx_nemo.megatron.parallel import parallel_state
     from btx_nemo.train.routing import collect_routing, reset_routing
-    from btx_nemo.train.setup import build_trainee
     from btx_nemo.train.step import train_step
 
-    settings = Settings(layout, options)
-    model = source(folder, options)
-    with parallel_state(settings.layout, seed=1):
-        trainee = build_trainee(settings, model)  # type: ignore[arg-type]
-        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        rows = options.get("micro_batch_size", 1)
-        microbatches = batch["tokens"].shape[0] // (rows * size)
-
-        def batches():
-            while True:
-                for m in range(microbatches):
-                    first = (m * size + rank) * rows
-                    yield {key: value[first : first + rows] for key, value in batch.items()}
-
-        data, losses, norms, result = batches(), [], [], {}
+    with trainee_of(folder, layout, batch, options) as (trainee, model, rest):
+        losses, norms, result = [], [], {}
         for step in range(options.get("first", 0), options.get("first", 0) + options.get("steps", 1)):
             reset_routing(trainee.gpt)
-            done = train_step(
-                trainee,
-                data,
-                microbatches=microbatches,
-                micro_batch_size=rows,
-                seq_length=batch["tokens"].shape[1],
-                step=step,
-                seed=5,
-            )
+            done = train_step(trainee, step=step, seed=5, **rest)
             losses.append(done.loss)
             norms.append(done.grad_norm)
             if not result:
-                routing = collect_routing(trainee.gpt, model.model)
+                routing = collect_routing(trainee.gpt, model)
                 result = {
                     "routing": dataclasses.asdict(routing) if routing else None,
                     "gradients": gradient_parts(trainee),
@@ -93,6 +75,78 @@ def steps(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], o
                     },
                 }
         return {**result, "losses": losses, "norms": norms}
+
+
+@contextlib.contextmanager
+def trainee_of(
+    folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]
+) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """(trainee, ModelConfig, keywords of train_step for this global batch, again and again)."""
+    from megatron.core import parallel_state as mpu
+
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.setup import build_trainee
+
+    settings, model = Settings(layout, options), source(folder, options)
+    with parallel_state(settings.layout, seed=1):
+        trainee = build_trainee(settings, model)  # type: ignore[arg-type]
+        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        rows = options.get("micro_batch_size", 1)
+        microbatches = batch["tokens"].shape[0] // (rows * size)
+
+        def batches() -> Iterator[dict[str, torch.Tensor]]:
+            while True:
+                for m in range(microbatches):
+                    first = (m * size + rank) * rows
+                    yield {key: value[first : first + rows] for key, value in batch.items()}
+
+        yield (
+            trainee,
+            model.model,
+            dict(
+                batches=batches(),
+                microbatches=microbatches,
+                micro_batch_size=rows,
+                seq_length=batch["tokens"].shape[1],
+            ),
+        )
+
+
+def changed_rows(
+    folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]
+) -> dict[str, list[bool]]:
+    """Name of a router's parameter -> whether each of its rows has other bits after three steps; this rank's layers."""
+    from btx_nemo.train.freeze import global_names
+    from btx_nemo.train.step import train_step
+
+    with trainee_of(folder, layout, batch, options) as (trainee, _, rest):
+        routers = {key: value for key, value in global_names(trainee.gpt).items() if ".router." in key}
+        before = {key: value.detach().clone() for key, value in routers.items()}
+        for step in range(3):
+            train_step(trainee, step=step, seed=5, **rest)
+        return {
+            key: [not torch.equal(a, b) for a, b in zip(before[key], value.detach())] for key, value in routers.items()
+        }
+
+
+def dropout(folder: str, batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict[str, Any]:
+    """What enters an expert's down-projection in training and in evaluation, with and without dropout; and losses."""
+    from btx_nemo.train.step import mean_validation_loss
+
+    found: dict[str, Any] = {}
+    for name, more in (("without", {}), ("with", options)):
+        with trainee_of(folder, {}, batch, {**more, "moe": {"router": "soft"}}) as (trainee, _, rest):
+            expert = trainee.gpt.decoder.layers[0].mlp.experts.local_experts[1]
+            expert.linear_fc2.register_forward_hook(
+                lambda module, args, output, key=name: found.__setitem__(key, args[0].detach().clone())
+            )
+            found[f"valid {name}"] = [mean_validation_loss(trainee, **rest) for _ in range(2)]
+            found[f"evaluation {name}"] = found.pop(name)
+            trainee.wrapped.train()
+            torch.manual_seed(3)
+            with torch.no_grad():
+                trainee.gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return found
 
 
 def gradient_parts(trainee: Any) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:

@@ -1,0 +1,130 @@
+"""Dropout of the Switch Transformer's fine-tuning (section 2.2): much inside experts, little elsewhere.
+
+It goes into Megatron's layers through torch's own hooks. A mask depends on the micro-batch, the layer, the expert and a
+token's place in the micro-batch alone: it is the same at every layout, in recomputation and in a resumed run.
+
+Shape suffixes: S sequence (of this rank), B micro-batch, H hidden, T tokens, F feed-forward width, E experts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from btx_nemo.config.schema import DropoutConfig
+from btx_nemo.errors import UserError
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.routers.noise import generator_of, micro_batch_seed
+
+EMBEDDING, ATTENTION, FEED_FORWARD, EXPERT = range(101, 105)
+"""What a mask is for, as a part of its seed."""
+
+
+def check_dropout(config: DropoutConfig, model: ModelConfig) -> None:
+    """Raises UserError for a share that is none, or one of experts that are not there."""
+    for name in ("hidden", "expert"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UserError(f"dropout.{name}={getattr(config, name)}: must lie between 0 and 1, without 1")
+    if config.expert and model.moe is None:
+        raise UserError(f"dropout.expert={config.expert}: the model is dense and has no experts; give dropout.hidden")
+
+
+def install_dropout(gpt: Any, config: DropoutConfig) -> None:
+    """Puts dropout into a model that trains; in evaluation it does nothing."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    for layer in gpt.decoder.layers:
+        if config.hidden:
+            for module, place in ((layer.self_attention, ATTENTION), (layer.mlp, FEED_FORWARD)):
+                hook = functools.partial(_drop_output, gpt.config, config.hidden, (layer.layer_number, place))
+                module.register_forward_hook(hook)
+        if config.expert and isinstance(layer.mlp, MoELayer):
+            ExpertDropout(layer.mlp, layer.layer_number, config.expert)
+    if config.hidden and hasattr(gpt, "embedding"):
+        hook = functools.partial(_drop_output, gpt.config, config.hidden, (0, EMBEDDING))
+        gpt.embedding.register_forward_hook(hook)
+
+
+def _drop_output(config: Any, share: float, place: tuple[int, int], module: Any, args: Any, output: Any) -> Any:
+    if not module.training:
+        return output
+    hidden_SBH = output[0] if isinstance(output, tuple) else output
+    length, rank, ranks = hidden_SBH.shape[0], 0, 1
+    if config.sequence_parallel:  # each rank has its part of the sequence
+        from megatron.core import parallel_state as mpu
+
+        rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    generator = generator_of(hidden_SBH.device, micro_batch_seed(), *place)
+    whole_SBH = _draw(share, (ranks * length, *hidden_SBH.shape[1:]), generator)
+    kept_SBH = whole_SBH[rank * length : (rank + 1) * length]
+    dropped_SBH = _drop(hidden_SBH, kept_SBH, share)
+    return (dropped_SBH, *output[1:]) if isinstance(output, tuple) else dropped_SBH
+
+
+def _draw(share: float, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    kept = torch.empty(shape, dtype=torch.bool, device=generator.device)
+    return kept.bernoulli_(1 - share, generator=generator)
+
+
+def _drop(values: Tensor, kept: Tensor, share: float) -> Tensor:
+    return values.masked_fill(~kept, 0) * (1 / (1 - share))
+
+
+class ExpertDropout:
+    """Dropout of the experts' activations, just before the down-projection, in one of Megatron's MoE layers.
+
+    An expert's tokens come from all ranks of its expert-parallel group, in the order of these ranks, and from each in
+    order of position. So the router tells the group how many tokens of which micro-batch it sends to each expert, and
+    how many the ranks before it, which share the micro-batch, do.
+    """
+
+    def __init__(self, layer: Any, number: int, share: float):
+        self.router, self.group, self.number, self.share = layer.router, layer.ep_group, number, share
+        self.sources: list[tuple[int, list[int], list[int]]] = []
+        if not hasattr(layer.experts, "local_experts"):
+            raise UserError(f"dropout.expert={share}: not with grouped experts; give moe_grouped_gemm=False")
+        layer.router.register_forward_hook(self._remember)
+        for expert, mlp in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True):
+            mlp.linear_fc2.register_forward_pre_hook(functools.partial(self._drop, expert))
+
+    @torch.no_grad()
+    def _remember(self, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        if not router.training:
+            return
+        sent_E = output[1].sum(dim=0)
+        earlier_E = torch.zeros_like(sent_E)
+        for sent in _gather(sent_E, router.tp_cp_group)[: router.tp_cp_group.rank()]:
+            earlier_E += sent
+        seed = torch.full_like(sent_E[:1], micro_batch_seed())
+        rows = torch.stack(_gather(torch.cat([seed, earlier_E, sent_E]), self.group)).tolist()
+        experts = len(sent_E)
+        self.sources = [(row[0], row[1 : experts + 1], row[experts + 1 :]) for row in rows]
+
+    def _drop(self, expert: int, module: Any, args: tuple[Tensor, ...]) -> Any:
+        if not module.training:
+            return args
+        hidden_TF = args[0]
+        parts = [
+            _draw(
+                self.share,
+                (earlier[expert] + sent[expert], hidden_TF.shape[1]),
+                generator_of(hidden_TF.device, seed, self.number, EXPERT, expert),
+            )[earlier[expert] :]
+            for seed, earlier, sent in self.sources
+        ]
+        kept_TF = torch.cat(parts)
+        if kept_TF.shape != hidden_TF.shape:
+            raise RuntimeError(f"expert {expert} got {hidden_TF.shape[0]} tokens, its router sent {kept_TF.shape[0]}")
+        return (_drop(hidden_TF, kept_TF, self.share), *args[1:])
+
+
+def _gather(values: Tensor, group: Any) -> list[Tensor]:
+    if group.size() == 1:
+        return [values]
+    parts = [torch.empty_like(values) for _ in range(group.size())]
+    dist.all_gather(parts, values, group=group)
+    return parts
