@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from btx_nemo import __version__
+from btx_nemo.data.arguments import add_prepare_data
+from btx_nemo.embed.arguments import add_embed
 from btx_nemo.errors import BtxError, Stopped, UserError
 from btx_nemo.estimate.arguments import add_plan
 from btx_nemo.launch.cli import add_commands as add_launch_commands
@@ -119,8 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     command("doctor", _doctor, "What this installation can do, and what each missing part costs.")
-    _add_prepare_data(command)
-    _add_embed(command)
+    add_prepare_data(command)
+    add_embed(command)
     for name, run, text, where in (
         ("train", _train, "Train a dense specialist or a mixture.", ("train", "config/schema.py")),
         ("mix", _mix, "Assemble dense models into a mixture of experts.", ("mix", "mix/config.py")),
@@ -167,32 +169,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
     sub.add_argument("--until", default="report", help="stop after this step: data, seed, experts, mix, joint, export")
     return parser
-
-
-def _add_prepare_data(command: Callable) -> None:
-    sub = command("prepare-data", _prepare_data, "Text or JSONL, with a tokenizer -> Megatron's .bin and .idx.")
-    sub.add_argument("inputs", nargs="*", type=Path, help="text files, JSONL files, or folders of them")
-    sub.add_argument("--domain", help="name of the domain, e.g. math")
-    sub.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
-    sub.add_argument("--out", type=Path, required=True, help="data folder; domains are its subfolders")
-    sub.add_argument("--text-key", default="text", help="JSONL key that holds the text (default: text)")
-    sub.add_argument("--validation-fraction", type=float, default=0.05, help="share held out (default: 0.05)")
-    sub.add_argument("--workers", type=int, help="processes (default: one per CPU that this process may use)")
-    eod = sub.add_mutually_exclusive_group()
-    eod.add_argument("--eod-token", help="token that ends a document (default: the tokenizer's end of sequence)")
-    eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
-    sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
-    sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
-
-
-def _add_embed(command: Callable) -> None:
-    sub = command("embed", _embed, "Embeddings of domains, for recipe=nexus, two_expert and extend.")
-    sub.add_argument("domains", nargs="+", metavar="NAME=PATH", help="a domain's folder of prepare-data, or text")
-    sub.add_argument("--model", type=Path, required=True, help="the seed: Hugging Face, checkpoint or run directory")
-    sub.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
-    sub.add_argument("--embedder", default="mean_hidden_state", help="default: %(default)s, of the seed")
-    sub.add_argument("--documents", type=int, default=1000, help="of a domain, at most (default: %(default)s)")
-    sub.add_argument("--tokens", type=int, default=512, help="of a document, at most (default: %(default)s)")
 
 
 def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
@@ -250,52 +226,6 @@ def _mix(arguments: argparse.Namespace) -> None:
     gc.freeze()  # what the imports made lives as long as the process: a fifth of a second for each walk through it
     values = load("mix", arguments.config_name, arguments.overrides, arguments.config_path)
     run_mix(read_config(values, f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
-
-
-def _prepare_data(arguments: argparse.Namespace) -> None:
-    if arguments.demo:
-        from btx_nemo.data.demo import build_demo_data
-
-        build_demo_data(arguments.out, workers=arguments.workers, overwrite=arguments.overwrite)
-        return
-    missing = [name for name in ("inputs", "domain", "tokenizer") if not getattr(arguments, name)]
-    if missing:
-        raise UserError(f"{missing[0]}: required, unless --demo")
-    from btx_nemo.data.prepare import prepare_data
-
-    prepare_data(
-        arguments.inputs,
-        arguments.tokenizer,
-        arguments.out,
-        arguments.domain,
-        text_key=arguments.text_key,
-        workers=arguments.workers,
-        validation_fraction=arguments.validation_fraction,
-        append_eod=not arguments.no_eod,
-        eod_token=arguments.eod_token,
-        overwrite=arguments.overwrite,
-    )
-
-
-def _embed(arguments: argparse.Namespace) -> None:
-    domains: dict[str, Path] = {}
-    for assignment in arguments.domains:
-        name, equals, path = assignment.partition("=")
-        if not equals or not path:
-            raise UserError(f"{assignment}: expected NAME=PATH")
-        if name in domains:
-            raise UserError(f"{name} is given twice, {domains[name]} and {path}; give it once")
-        domains[name] = Path(path)
-    from btx_nemo.embed.run import embed_domains
-
-    embed_domains(
-        arguments.model,
-        domains,
-        arguments.out,
-        embedder=arguments.embedder,
-        count=arguments.documents,
-        length=arguments.tokens,
-    )
 
 
 def _import(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,51 @@
+"""The command line of `btx-nemo prepare-data`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from btx_nemo.errors import UserError
+
+
+def add_prepare_data(command: Callable) -> None:
+    """Adds the command."""
+    sub = command("prepare-data", _run, "Text or JSONL, with a tokenizer -> Megatron's .bin and .idx.")
+    sub.add_argument("inputs", nargs="*", type=Path, help="text files, JSONL files, or folders of them")
+    sub.add_argument("--domain", help="name of the domain, e.g. math")
+    sub.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
+    sub.add_argument("--out", type=Path, required=True, help="data folder; domains are its subfolders")
+    sub.add_argument("--text-key", default="text", help="JSONL key that holds the text (default: text)")
+    sub.add_argument("--validation-fraction", type=float, default=0.05, help="share held out (default: 0.05)")
+    sub.add_argument("--workers", type=int, help="processes (default: one per CPU that this process may use)")
+    eod = sub.add_mutually_exclusive_group()
+    eod.add_argument("--eod-token", help="token that ends a document (default: the tokenizer's end of sequence)")
+    eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
+    sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
+    sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.demo:
+        from btx_nemo.data.demo import build_demo_data
+
+        build_demo_data(arguments.out, workers=arguments.workers, overwrite=arguments.overwrite)
+        return
+    missing = [name for name in ("inputs", "domain", "tokenizer") if not getattr(arguments, name)]
+    if missing:
+        raise UserError(f"{missing[0]}: required, unless --demo")
+    from btx_nemo.data.prepare import prepare_data
+
+    prepare_data(
+        arguments.inputs,
+        arguments.tokenizer,
+        arguments.out,
+        arguments.domain,
+        text_key=arguments.text_key,
+        workers=arguments.workers,
+        validation_fraction=arguments.validation_fraction,
+        append_eod=not arguments.no_eod,
+        eod_token=arguments.eod_token,
+        overwrite=arguments.overwrite,
+    )
