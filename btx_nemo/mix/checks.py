@@ -152,4 +152,5 @@ def facts(config: MixConfig) -> dict[str, Any]:
         "seed": config.rng_seed,
         "dtype": config.dtype,
         "experts": {name: str(Path(path)) for name, path in config.experts.items()},
+        "missing": list(config.missing),
     }

@@ -35,3 +35,5 @@ class MixConfig:
     """Bytes of one safetensors shard, at most."""
     workers: int | None = None
     """Threads; None: as many as there are CPUs, at most eight."""
+    missing: list[str] = field(default_factory=list)
+    """Specialists that were meant to be in it and are not (`submit --allow-missing`); the manifest names them."""

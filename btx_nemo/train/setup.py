@@ -31,8 +31,8 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         per_token_loss=config.per_token_loss,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
-    if config.freeze:
-        freeze(gpt, config.freeze)
+    if config.freeze or config.train:
+        freeze(gpt, config.freeze, but=config.train)
     install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
     module = gpt

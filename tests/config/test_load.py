@@ -14,10 +14,16 @@ from btx_nemo.config.build import build
 from btx_nemo.config.load import conf_dir, load, save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
+from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.mix.config import MixConfig
 
-CLASSES = {"train": TrainConfig, "mix": MixConfig}
-REQUIRED = {"expert": ["domain=math"], "tiny_expert": ["domain=math"], "btx": ["experts.math=m", "out=o"]}
+CLASSES = {"train": TrainConfig, "mix": MixConfig, "submit": PipelineConfig}
+REQUIRED = {
+    "expert": ["domain=math"],
+    "router": ["steps=1"],
+    "tiny_expert": ["domain=math"],
+    "btx": ["experts.math=m", "out=o"],
+}
 FILES = sorted((path.parent.name, path.stem) for path in conf_dir().glob("*/[!_]*.yaml"))
 
 
@@ -169,7 +175,7 @@ def test_a_file_without_end_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="known: expert, mix, mix_frozen, tiny_expert, tiny_mix, tiny_seed"):
+    with pytest.raises(UserError, match="known: expert, mix, mix_frozen, router, tiny_expert, tiny_mix, tiny_router"):
         load("train", "nope", [])
     with pytest.raises(UserError, match="known: none"):
         load("train", "nope", [], str(tmp_path))
