@@ -66,8 +66,8 @@ def _outcome(router: Any, hidden: torch.Tensor, mask: torch.Tensor | None, ranks
     router.zero_grad()
     router.statistics.reset()
     torch.manual_seed(11)
-    # A backward pass outside of a schedule leaves a scale of another shape than 0.19's schedules expect: put it back.
-    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    # A schedule leaves its scale, which may differ from rank to rank: none here, and put it back for 0.19's schedules.
+    scale, MoEAuxLossAutoScaler.main_loss_backward_scale = MoEAuxLossAutoScaler.main_loss_backward_scale, None
     gates, kept = router(hidden[own], None if mask is None else mask[own])
     valid = torch.ones_like(gates[:, 0], dtype=torch.bool) if mask is None else ~mask[own].flatten()
     (gates * kept * torch.arange(1.0, EXPERTS + 1))[valid].sum().backward()
@@ -289,7 +289,7 @@ def per_token(loss: str, layout: dict[str, int]) -> tuple[torch.Tensor, torch.Te
         hidden = torch.randn(LENGTH, ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
         mask = torch.rand(LENGTH, ROWS, generator=torch.Generator().manual_seed(2)) < 0.3
         own = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
-        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        scale, MoEAuxLossAutoScaler.main_loss_backward_scale = MoEAuxLossAutoScaler.main_loss_backward_scale, None
         grads = []
         for on in (False, True):
             router = make("top_k", (loss,), calculate_per_token_loss=on)

@@ -72,6 +72,7 @@ class _Config:
     def __init__(self, layout: LayoutConfig, router: RouterConfig, precision: str):
         self.layout, self.router, self.precision = layout, router, precision
         self.freeze: list[str] = []
+        self.train: list[str] = []
         self.recompute, self.dropout, self.per_token_loss = "none", DropoutConfig(), False
         self.seed, self.steps = 1, 100
         self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0)

@@ -23,7 +23,7 @@ class Settings:
         self.router = RouterConfig(**options.get("router", {}))
         self.precision = options.get("precision", "fp32")
         self.recompute = options.get("recompute", "none")
-        self.freeze = options.get("freeze", [])
+        self.freeze, self.train = options.get("freeze", []), options.get("train", [])
         self.dropout = DropoutConfig(**options.get("dropout", {}))
         self.per_token_loss = options.get("per_token_loss", False)
         self.seed, self.steps = 1, 100
