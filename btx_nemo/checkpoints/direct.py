@@ -1,15 +1,18 @@
-"""Writing large files past the page cache.
+"""Reading and writing large files past the page cache.
 
 A checkpoint is written once and is larger than what a machine caches: through the cache every byte costs a page, a copy
 and a later write-back, and pushes out the sources that are still to be read. Straight to the disk it costs the disk's
-time, most of which other threads compute in. File systems that do not offer it (tmpfs, some network ones) are
-written to as usual; the bytes are the same.
+time, most of which other threads compute in. Sources that are read once are read so too, but for what the cache has of
+them. File systems that do not offer it (tmpfs, some network ones) are read and written as usual; the bytes are the
+same.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +71,79 @@ class OutputFile:
         """Close the file."""
         while self._fds:
             os.close(self._fds.pop())
+
+
+READ_BYTES = 4 << 20
+"""Bytes that are read past the cache at once, at most."""
+WORTH = 128 << 10
+"""Shorter reads go through the cache, which reads ahead for the next one."""
+_bounce = threading.local()
+
+
+class PastCache:
+    """An open file, read from the page cache where that has it, else past it and without a trace in it."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path = fd, path
+        self._direct: int | None = None
+
+    def read(self, out: memoryview, offset: int) -> int:
+        """Read up to the length of `out`; the number of bytes, 0 at the end of the file."""
+        if len(out) < WORTH or is_cached(self._fd, offset, len(out)):
+            return os.preadv(self._fd, [out], offset)
+        try:
+            return self._read_pages(out[:READ_BYTES], offset)
+        except (OSError, AttributeError):  # the file system, or the operating system, has no such thing
+            return os.preadv(self._fd, [out], offset)
+
+    def _read_pages(self, out: memoryview, offset: int) -> int:
+        if self._direct is None:
+            self._direct = os.open(self._path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        first = offset // PAGE * PAGE
+        last = (offset + len(out) + PAGE - 1) // PAGE * PAGE
+        pages = _pages()[: last - first]
+        count = os.preadv(self._direct, [pages], first) - (offset - first)
+        count = max(0, min(count, len(out)))
+        out[:count] = pages[offset - first : offset - first + count]
+        return count
+
+    def close(self) -> None:
+        """Close what was opened here; the file itself stays open."""
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Cachestat(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
+
+
+_CACHESTAT = 451
+"""Number of the system call, the same on every architecture (Linux 6.5)."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def is_cached(fd: int, offset: int, length: int) -> bool:
+    """Whether the page cache holds most of a range of a file; yes where the kernel cannot say."""
+    found = _Cachestat()
+    where = _Range(offset, length)
+    if _libc.syscall(_CACHESTAT, fd, ctypes.byref(where), ctypes.byref(found), 0):
+        return True
+    return bool(2 * found.cached * PAGE >= length)
+
+
+def _pages() -> memoryview:
+    """This thread's buffer, on a page."""
+    if not hasattr(_bounce, "pages"):
+        block = memoryview(bytearray(READ_BYTES + 3 * PAGE))
+        start = -address(block) % PAGE
+        _bounce.pages = block[start : start + READ_BYTES + 2 * PAGE]
+    return _bounce.pages
 
 
 def address(data: memoryview) -> int:

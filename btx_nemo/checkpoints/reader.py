@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from btx_nemo.checkpoints.direct import PastCache
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import Box, Layout, full_box
 
@@ -19,6 +20,9 @@ MIN_RUN_BYTES = 16 << 10
 
 class Reader(ABC):
     """A checkpoint, read lazily: the layout first, then parts of tensors."""
+
+    once = False
+    """Whether its tensors are read once, by one process: then their bytes need not stay in the page cache."""
 
     @abstractmethod
     def layout(self) -> Layout:
@@ -53,12 +57,13 @@ class Reader(ABC):
         return out
 
 
-def pread_exactly(fd: int, offset: int, out: memoryview, path: str, name: str) -> None:
+def pread_exactly(fd: int | PastCache, offset: int, out: memoryview, path: str, name: str) -> None:
     """Fill `out` from `offset`; UserError when the file ends before."""
     done = 0
     while done < len(out):
         try:
-            count = os.preadv(fd, [out[done:]], offset + done)
+            rest = out[done:]
+            count = os.preadv(fd, [rest], offset + done) if isinstance(fd, int) else fd.read(rest, offset + done)
         except OSError as error:
             raise UserError(
                 f"{path}: tensor {name!r}: cannot be read ({error.strerror}); copy the file again"
@@ -75,7 +80,9 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return memoryview(raw)
 
 
-def read_box(fd: int, start: int, shape: tuple[int, ...], box: Box, out: torch.Tensor, path: str, name: str) -> None:
+def read_box(
+    fd: int | PastCache, start: int, shape: tuple[int, ...], box: Box, out: torch.Tensor, path: str, name: str
+) -> None:
     """Read the part `box` of a row-major tensor of `shape` that begins at byte `start` of a file into `out`."""
     item = out.element_size()
     strides = [prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
@@ -104,7 +111,7 @@ def read_box(fd: int, start: int, shape: tuple[int, ...], box: Box, out: torch.T
 
 
 def _read_covering(
-    fd: int, start: int, shape: tuple[int, ...], box: Box, out: torch.Tensor, path: str, name: str
+    fd: int | PastCache, start: int, shape: tuple[int, ...], box: Box, out: torch.Tensor, path: str, name: str
 ) -> None:
     """Read whole rows of the last cut dimension, then pick: for many short runs."""
     outer = max(dim for dim in range(len(shape)) if box[dim] != (0, shape[dim])) - 1

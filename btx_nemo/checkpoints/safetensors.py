@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from btx_nemo.checkpoints.direct import PastCache
 from btx_nemo.checkpoints.files import open_regular, read_json
 from btx_nemo.checkpoints.reader import Reader, read_box
 from btx_nemo.checkpoints.safetensors_header import Header, read_header
@@ -105,13 +106,15 @@ class SafetensorsReader(Reader):
         entry = self.headers[file].entries[name]
         path = self.folder / file
         fd = open_regular(path)
+        past = PastCache(fd, path)
         try:
             if os.fstat(fd).st_size != self.headers[file].size:
                 raise UserError(
                     f"{path}: size changed while it was in use (tensor {name!r}); run again when it is still"
                 )
-            read_box(fd, entry.start, entry.info.shape, box, out, str(path), name)
+            read_box(past if self.once else fd, entry.start, entry.info.shape, box, out, str(path), name)
         finally:
+            past.close()
             os.close(fd)
 
 

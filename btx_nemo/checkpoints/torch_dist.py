@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from btx_nemo.checkpoints.direct import PastCache
 from btx_nemo.checkpoints.dist_format import METADATA, Payload, StoredTensor, locate, read_metadata
 from btx_nemo.checkpoints.files import open_regular
 from btx_nemo.checkpoints.reader import Reader, read_box
@@ -79,6 +80,7 @@ class DistReader(Reader):
         chunk = tensor.chunks[number]
         path = str(self.folder / chunk.file)
         fd = open_regular(self.folder / chunk.file)
+        past = PastCache(fd, self.folder / chunk.file)
         try:
             payload = self._payloads.get((name, number))
             if payload is None:
@@ -89,10 +91,11 @@ class DistReader(Reader):
                     f"{path}: tensor {name!r}: part is {payload.info}, not {list(shape)} as recorded; damaged"
                 )
             whole = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype)
-            read_box(fd, payload.start, shape, box, whole, path, name)
+            read_box(past if self.once else fd, payload.start, shape, box, whole, path, name)
             if whole is not out:
                 out.copy_(whole)
         finally:
+            past.close()
             os.close(fd)
 
 

@@ -50,6 +50,8 @@ def stream(
     beside: Mapping[str, TensorReader] | None = None,
 ) -> None:
     """Execute a plan over the sources, and readers `beside` them, with progress; closes the sink, also on failure."""
+    for source in sources:
+        source.reader.once = True
     readers = {**{source.name: source.reader for source in sources}, **(beside or {})}
     try:
         with byte_progress(plan.nbytes, label) as advance:

@@ -173,6 +173,7 @@ class RowReader(Reader):
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Read one part, from each model the rows that come from it."""
+        self.inner.once = self.once
         if name not in self.owners:
             return self.inner.read_into(name, box, out)
         (low, high), rest = box[0], box[1:]

@@ -6,12 +6,15 @@ import errno
 import itertools
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
 
 from btx_nemo.checkpoints import direct
-from btx_nemo.checkpoints.direct import OutputFile, address
+from btx_nemo.checkpoints.direct import OutputFile, PastCache, address, is_cached
+from btx_nemo.checkpoints.reader import pread_exactly
+from btx_nemo.errors import UserError
 from btx_nemo.plan.evaluate import Scratch
 from btx_nemo.plan.layout import PAGE
 
@@ -100,6 +103,54 @@ def test_a_full_disk_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="full"):
         output.write(aligned(b"a" * PAGE, 0), 0)
+
+
+@pytest.mark.parametrize("state", ["cached", "cold", "half", "no direct reads", "no system call"])
+def test_reads_past_the_cache_give_the_files_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    rng = random.Random(6)
+    content, path = rng.randbytes(3 << 20), tmp_path / "x"
+    path.write_bytes(content)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    if state != "cached":
+        os.posix_fadvise(fd, 0, (1 << 20) if state == "half" else 0, os.POSIX_FADV_DONTNEED)
+    if state == "no system call":
+        monkeypatch.setattr(direct, "_CACHESTAT", 10_000)
+    if state == "no direct reads":
+        real = os.preadv
+
+        def preadv(number: int, buffers: list, offset: int) -> int:
+            if number != fd:
+                raise OSError(errno.EINVAL, "no")
+            return real(number, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(direct, "READ_BYTES", 1 << 19)
+    monkeypatch.setattr(direct, "_bounce", threading.local())
+    for low, high in ((0, len(content)), (777, 2_000_001), (5, 900), (2_500_001, len(content))):
+        past, out = PastCache(fd, path), bytearray(high - low)
+        pread_exactly(past, low, memoryview(out), str(path), "w")
+        assert out == content[low:high]
+        past.close()
+    with pytest.raises(UserError, match="'w': file ends early"):
+        pread_exactly(PastCache(fd, path), len(content) - (1 << 20), memoryview(bytearray(2 << 20)), str(path), "w")
+    os.close(fd)
+
+
+def test_what_is_read_past_the_cache_is_not_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(1 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    assert is_cached(fd, 0, 1 << 20)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    if is_cached(fd, 0, 1 << 20) or not OutputFile(tmp_path / "probe", 0).direct:
+        pytest.skip("the kernel cannot say, or the file system has no direct reads")
+    past = PastCache(fd, path)
+    assert past.read(memoryview(bytearray(1 << 20)), 0) == 1 << 20
+    assert not is_cached(fd, 0, 1 << 20)
+    past.close()
+    os.close(fd)
 
 
 def test_scratch_memory_agrees_with_the_file(tmp_path: Path) -> None:
