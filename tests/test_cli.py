@@ -15,17 +15,35 @@ from btx_testing.runs import TinyWorld, logged_step
 
 from btx_nemo.cli import _parser, main
 
-COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
+LAUNCH = ("submit", "status", "logs", "cancel", "stage", "losses")
+COMMANDS = (
+    "doctor",
+    "prepare-data",
+    "embed",
+    "train",
+    "mix",
+    "import",
+    "export",
+    "inspect",
+    "verify",
+    *LAUNCH,
+    "plan",
+    "plot",
+    "demo",
+)
 WRONG = [
     ([], "required: COMMAND"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),
     (["train"], "required: --config-name"),
     (["train", "--config-name", "nope"], "--config-name nope: not in"),
-    (["train", "--config-name", "_base"], "known: expert, mix, mix_frozen, tiny_expert, tiny_mix, tiny_seed"),
+    (
+        ["train", "--config-name", "_base"],
+        "known: expert, mix, mix_frozen, router, tiny_expert",
+    ),
     (["train", "--config-path", "nowhere", "--config-name", "x"], "known: none"),
     (["train", "--config-name", "expert", "--nope"], "unrecognized arguments: --nope"),
     (["train", "--config-name", "expert"], "domain is required; give domain=VALUE"),
-    (["mix", "--config-name", "nope"], "known: btx"),
+    (["mix", "--config-name", "nope"], "known: add, average, bam, bar, btx"),
     (["mix", "--config-name", "btx", "out=o"], "experts: none given; name at least one specialist"),
     (["mix", "--config-name", "btx", "out=o", "experts.a=nowhere", "seed=nowhere", "nope=1"], "unknown key nope"),
     (["mix", "--config-name", "btx", "out=o", "experts.a=nowhere", "seed=nowhere"], "nowhere: no such folder"),
@@ -34,7 +52,7 @@ WRONG = [
     (["export", "in=nowhere", "out=o"], "nowhere: no such folder"),
     (["import", "in=a", "out=o", "shard_size=1"], "unknown key shard_size; known: in, out, dtype"),
     (["import", "in=a", "in=b", "out=o"], "in is given twice, a and b; give it once"),
-    (["export", "in=a", "out=o", "color=red"], "unknown key color; known: in, out, dtype, shard_size"),
+    (["export", "in=a", "out=o", "color=red"], "unknown key color; known: in, out, dtype, verify, shard_size, target, allow_inexact"),
     (["export", "in=a", "out=o", "dtype=fp7"], "dtype=fp7: unknown; known: float32, bfloat16, float16"),
     (["export", "in=a", "out=o", "shard_size=5GB"], "shard_size=5GB: must be a positive number of bytes"),
     (["export", "in=a", "out=o", "shard_size=0"], "shard_size=0: must be a positive number of bytes"),
