@@ -50,14 +50,11 @@ with parallel_state(layout, seed=0):
 """  # noqa: E501
 
 
-def run(*command: str) -> tuple[float, float]:
-    """(seconds, highest resident set in MB) of a command."""
+def run(*command: str) -> float:
+    """Seconds that a command takes."""
     begin = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if os.waitstatus_to_exitcode(status):
-        sys.exit(f"failed: {' '.join(command)}")
-    return time.monotonic() - begin, usage.ru_maxrss * 1024 / 1e6
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - begin
 
 
 def make_model(folder: Path, size: str) -> None:
@@ -73,28 +70,41 @@ def make_model(folder: Path, size: str) -> None:
     MixtralForCausalLM(config).save_pretrained(folder)
 
 
+STEP = """
+import sys, time
+from btx_nemo.convert.to_hf import export_hf
+from btx_nemo.convert.to_megatron import import_hf
+
+def kilobytes(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+
+step, source, out, verify = sys.argv[1:]
+before, begun, cpu = kilobytes("VmRSS"), time.perf_counter(), time.process_time()
+(import_hf if step == "import" else export_hf)(source, out, verify=verify)
+over = (kilobytes("VmHWM") - before) / 1e3
+print(time.perf_counter() - begun, time.process_time() - cpu, over, before / 1e3)
+"""
+
+
 def measure(root: Path) -> None:
     """Import and export, three turns each."""
-    ours = [sys.executable, "-m", "btx_nemo"]
-    imports = "import torch, btx_nemo.cli, btx_nemo.convert.to_hf, btx_nemo.convert.to_megatron"
-    alone = run(sys.executable, "-c", imports)
-    print(f"interpreter with imports: {alone[0]:.1f} s, {alone[1]:.0f} MB")
     size = sum(path.stat().st_size for path in (root / "hf").glob("*.safetensors"))
     for step, source in (("import", "hf"), ("export", "ckpt")):
         for verify in ("false", "tensors"):
-            turns = []
+            copies, turns = [], []
             for _ in range(3):
                 for out in ("copy", "out"):
                     shutil.rmtree(root / out, ignore_errors=True)
-                copied = run("sh", "-c", f"cp -r '{root / source}' '{root / 'copy'}' && sync '{root / 'copy'}'/*")
-                turns.append(
-                    (run(*ours, step, f"in={root / source}", f"out={root / 'out'}", f"verify={verify}"), copied)
-                )
-            (seconds, memory), (copy, _) = min(turns)[0], min(turn[1] for turn in turns)
-            work = max(seconds - alone[0], 1e-3)
+                copies.append(run("sh", "-c", f"cp -r '{root / source}' '{root / 'copy'}' && sync '{root / 'copy'}'/*"))
+                command = [sys.executable, "-c", STEP, step, str(root / source), str(root / "out"), verify]
+                printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                turns.append([float(number) for number in printed.split()])
+            seconds, cpu, over, interpreter = min(turns)
             print(
-                f"{step} verify={verify}: {seconds:.1f} s ({work:.1f} without imports), {size / work / 1e6:.0f} MB/s, "
-                f"{copy / work:.2f} of cp's speed ({copy:.1f} s), {memory - alone[1]:.0f} MB above the interpreter"
+                f"{step} verify={verify}: {seconds:.1f} s ({cpu:.1f} CPU-s), {size / seconds / 1e6:.0f} MB/s, "
+                f"{min(copies) / seconds:.2f} of the speed of cp and sync ({min(copies):.1f} s), "
+                f"{over:.0f} MB above the interpreter's {interpreter:.0f} MB",
+                flush=True,
             )
             if step == "import" and verify == "false":
                 shutil.rmtree(root / "ckpt", ignore_errors=True)

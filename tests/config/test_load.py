@@ -18,6 +18,7 @@ from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.mix.config import read_config
 from btx_nemo.mix.recipes.base import RECIPES, get_recipe
 
+CLASSES: dict[str, Any] = {"train": TrainConfig, "submit": PipelineConfig}
 REQUIRED = {
     "expert": ["domain=math"],
     "router": ["steps=1"],
@@ -44,9 +45,7 @@ def train(*overrides: str, name: str = "tiny_mix") -> TrainConfig:
 
 
 def built(command: str, values: dict[str, Any], name: str) -> object:
-    if command == "mix":
-        return read_config(values, name)
-    return build({"train": TrainConfig, "submit": PipelineConfig}[command], values, where=name)
+    return read_config(values, name) if command == "mix" else build(CLASSES[command], values, where=name)
 
 
 @pytest.mark.parametrize("name", [name for command, name in FILES if command == "mix"])
