@@ -4,7 +4,8 @@ They are Hugging Face's Llama names; a mixture's are those of Qwen, OLMo and mos
 
     model.layers.{i}.mlp.gate.weight                                   the router (and what else a router keeps)
     model.layers.{i}.mlp.experts.{e}.{gate,up,down}_proj.weight        routed experts
-    model.layers.{i}.mlp.shared_expert.{gate,up,down}_proj.weight      the expert that every token passes, ungated
+    model.layers.{i}.mlp.shared_expert.{gate,up,down}_proj.weight      the expert that every token passes
+    model.layers.{i}.mlp.shared_expert_gate.weight                     its sigmoid gate, where it has one
 """
 
 from __future__ import annotations

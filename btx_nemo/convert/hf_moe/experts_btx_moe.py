@@ -15,10 +15,10 @@ from torch.nn.functional import linear, silu
 from .configuration_btx_moe import BtxMoeConfig
 from .routing_btx_moe import (
     capacity_of,
+    domain_logits,
     expert_choice_selection,
     grouped_top_k_gates,
     hard_top1_gates,
-    pad_rows,
     project_domains,
     soft_gates,
     top_k_gates,
@@ -86,7 +86,7 @@ class BtxMoeRouter(nn.Module):
 
     def _logits(self, hidden_TH: Tensor) -> Tensor:
         if self.kind == "nexus":
-            return (hidden_TH @ self._expert_embeddings().T)[:, : self.experts]
+            return domain_logits(hidden_TH, self._expert_embeddings())
         logits_TE = linear(hidden_TH, self.weight)
         return with_penalty(logits_TE, self.penalty) if hasattr(self, "penalty") else logits_TE
 
@@ -117,7 +117,7 @@ class BtxMoeRouter(nn.Module):
     def _expert_embeddings(self) -> Tensor:
         if self._cached is None or self.training or torch.is_grad_enabled():
             self._cached = None
-            embeddings = project_domains(pad_rows(self.domain_embeddings), self.w1, self.w2)
+            embeddings = project_domains(self.domain_embeddings, self.w1, self.w2)
             if self.training or torch.is_grad_enabled():
                 return embeddings
             self._cached = embeddings

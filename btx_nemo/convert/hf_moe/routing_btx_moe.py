@@ -1,7 +1,8 @@
 """Routing rules as pure functions on logits: no module, no state, no Megatron; vectorised, ties to the lowest index.
 
 Shape suffixes: T tokens, E experts, G domain groups, M experts of a group (E = G * M), H hidden, D domain embedding.
-A rule returns gates [T, E], zero where an expert is not selected, and the boolean selection [T, E].
+A rule returns gates [T, E], zero where an expert is not selected, and the boolean selection [T, E]. Logits in half
+precision are computed with in fp32, in which the gates then are.
 """
 
 from __future__ import annotations
@@ -16,6 +17,16 @@ from torch.nn.functional import silu
 NEGATIVE_INFINITY = float("-inf")
 
 
+def precise(values: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def softmax(logits_TE: Tensor) -> Tensor:
+    """Softmax over the experts."""
+    return precise(logits_TE).softmax(dim=-1)
+
+
 def top_k_selection(scores_TE: Tensor, k: int) -> Tensor:
     """Boolean [T, E]: each token's k largest scores; ties go to the lowest index (`torch.topk` leaves them open)."""
     scores_TE = scores_TE.detach()
@@ -27,7 +38,7 @@ def top_k_selection(scores_TE: Tensor, k: int) -> Tensor:
 
 def softmax_over(logits_TE: Tensor, selected_TE: Tensor) -> Tensor:
     """Softmax over the selected logits, zero elsewhere; gates sum to one."""
-    return logits_TE.masked_fill(~selected_TE, NEGATIVE_INFINITY).softmax(dim=-1)
+    return softmax(logits_TE.masked_fill(~selected_TE, NEGATIVE_INFINITY))
 
 
 def top_k_gates(
@@ -41,13 +52,13 @@ def top_k_gates(
     """
     selected_TE = top_k_selection(logits_TE, k)
     if softmax_before and not renormalise:
-        return logits_TE.softmax(dim=-1) * selected_TE, selected_TE
+        return softmax(logits_TE) * selected_TE, selected_TE
     return softmax_over(logits_TE, selected_TE), selected_TE
 
 
 def soft_gates(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
     """Branch-Train-MiX's Soft routing: every token to every expert, weighted by the softmax."""
-    return logits_TE.softmax(dim=-1), torch.ones_like(logits_TE, dtype=torch.bool)
+    return softmax(logits_TE), torch.ones_like(logits_TE, dtype=torch.bool)
 
 
 def temperature(step: int) -> float:
@@ -60,9 +71,9 @@ def sample_top1_gates(logits_TE: Tensor, noise_TE: Tensor, tau: float) -> tuple[
 
     The gate is that soft value itself, neither renormalised nor straight-through, and one expert is computed.
     """
-    soft_TE = ((logits_TE + noise_TE) / tau).softmax(dim=-1)
-    selected_TE = top_k_selection(soft_TE, 1)
-    return soft_TE * selected_TE, selected_TE
+    noisy_TE = precise(logits_TE) + noise_TE
+    selected_TE = top_k_selection(noisy_TE, 1)  # the softmax would round near values to the same
+    return softmax(noisy_TE / tau) * selected_TE, selected_TE
 
 
 def hard_top1_gates(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +84,7 @@ def hard_top1_gates(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
 
 def noisy_logits(clean_TE: Tensor, noise_logits_TE: Tensor, epsilon_TE: Tensor) -> Tensor:
     """Shazeer et al. 2017, equation 4: H = x W_g + epsilon * softplus(x W_noise), epsilon ~ N(0, 1)."""
-    return clean_TE + epsilon_TE * torch.nn.functional.softplus(noise_logits_TE)
+    return precise(clean_TE) + epsilon_TE * torch.nn.functional.softplus(precise(noise_logits_TE))
 
 
 def grouped_top_k_gates(logits_TE: Tensor, groups: int, k: int) -> tuple[Tensor, Tensor]:
@@ -91,14 +102,44 @@ def grouped_top_k_gates(logits_TE: Tensor, groups: int, k: int) -> tuple[Tensor,
 
 
 def project_domains(domain_ND: Tensor, w1_2HD: Tensor, w2_HH: Tensor) -> Tensor:
-    """Nexus, section 3.1: expert embeddings P_r(d) = W_2 SwiGLU(W_1 d), silu on the first half; [N, H]."""
-    first_NH, second_NH = (domain_ND @ w1_2HD.T).chunk(2, dim=-1)
-    return (silu(first_NH) * second_NH) @ w2_HH.T
+    """Nexus, section 3.1: expert embeddings P_r(d) = W_2 SwiGLU(W_1 d), silu on the first half; [N, H].
+
+    To the bit the same when domains are added.
+    """
+
+    def project(block_D: Tensor) -> Tensor:
+        first, second = (block_D @ w1_2HD.T).chunk(2, dim=-1)
+        return (silu(first) * second) @ w2_HH.T
+
+    return torch.cat([project(block) for block in blocks_of_rows(domain_ND)])[: domain_ND.shape[0]]
 
 
-def pad_rows(domain_ND: Tensor, multiple: int = 16) -> Tensor:
-    """Zero rows up to a multiple: a matrix product then rounds alike before and after an expert is added."""
-    return torch.nn.functional.pad(domain_ND, (0, 0, 0, -domain_ND.shape[0] % multiple))
+def blocks_of_rows(rows_NX: Tensor) -> list[Tensor]:
+    """Rows 0-15, 16-63, 64-127, 128-191, ..., padded with zeros. Products of these blocks have the same shapes, and so
+    round alike, before and after a row is added.
+    """
+    count = rows_NX.shape[0]
+    sizes = [16] if count <= 16 else [16, 48, *[64] * math.ceil((count - 64) / 64)]
+    return list(torch.nn.functional.pad(rows_NX, (0, 0, 0, sum(sizes) - count)).split(sizes))
+
+
+class _BlockProduct(torch.autograd.Function):
+    """x @ rows^T block by block; the gradients, which need not be the same to the bit, as one product each."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, rows_NH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, rows_NH)
+        return torch.cat([x_TH @ block.T for block in blocks_of_rows(rows_NH)], dim=-1)[:, : rows_NH.shape[0]]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_TN: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x_TH, rows_NH = ctx.saved_tensors
+        return gradient_TN @ rows_NH, gradient_TN.T @ x_TH
+
+
+def domain_logits(hidden_TH: Tensor, embeddings_NH: Tensor) -> Tensor:
+    """Nexus's logits x . e_i, to the bit the same when experts are added."""
+    return _BlockProduct.apply(hidden_TH, embeddings_NH)
 
 
 def with_penalty(logits_TE: Tensor, bias_X: Tensor) -> Tensor:
@@ -113,7 +154,7 @@ def expert_choice_gates(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tenso
 
     A token's expert depends on the tokens after it, so this is no rule for causal decoding.
     """
-    probs_TE = logits_TE.softmax(dim=-1)
+    probs_TE = softmax(logits_TE)
     selected_TE = expert_choice_selection(probs_TE, capacity)
     return probs_TE * selected_TE, selected_TE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from btx_nemo.config.schema import DropoutConfig, LayoutConfig, OptimConfig, RouterConfig
+from btx_nemo.config.schema import DataConfig, DropoutConfig, LayoutConfig, OptimConfig, RouterConfig, TrainConfig
 
 
 def logits(folder: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
@@ -30,13 +30,10 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
     from btx_nemo.train.source import open_source
     from btx_nemo.train.step import train_step
 
-    layout_config = LayoutConfig(**layout)
     source = open_source(Path(folder))
-    with parallel_state(layout_config, seed=1):
-        config = _Config(layout_config, RouterConfig(**options.get("router", {})), options.get("precision", "fp32"))
-        config.freeze = options.get("freeze", [])
-        config.recompute = options.get("recompute", "none")
-        trainee = build_trainee(config, source)  # type: ignore[arg-type]
+    config = settings(layout, options, OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0))
+    with parallel_state(config.layout, seed=1):
+        trainee = build_trainee(config, source)
         dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         size = options.get("micro_batch_size", 1)
         total = batch["tokens"].shape[0]
@@ -66,16 +63,29 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
         return {"history": history}
 
 
-class _Config:
-    """The part of TrainConfig that building a trainee reads."""
+def settings(layout: dict[str, int], options: dict[str, Any], optim: OptimConfig) -> TrainConfig:
+    """A run's configuration, for building a trainee.
 
-    def __init__(self, layout: LayoutConfig, router: RouterConfig, precision: str):
-        self.layout, self.router, self.precision = layout, router, precision
-        self.freeze: list[str] = []
-        self.train: list[str] = []
-        self.recompute, self.dropout, self.per_token_loss = "none", DropoutConfig(), False
-        self.seed, self.steps = 1, 100
-        self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0)
+    options: router, precision, recompute, freeze, train, dropout, per_token_loss.
+    """
+    return TrainConfig(
+        stage="mix",
+        out="unused",
+        data=DataConfig(path="unused", seq_length=16),
+        layout=LayoutConfig(**layout),
+        precision=options.get("precision", "fp32"),
+        recompute=options.get("recompute", "none"),
+        steps=100,
+        micro_batch_size=1,
+        global_batch_size=2,
+        optim=optim,
+        router=RouterConfig(**options.get("router", {})),
+        dropout=DropoutConfig(**options.get("dropout", {})),
+        per_token_loss=options.get("per_token_loss", False),
+        freeze=options.get("freeze", []),
+        train=options.get("train", []),
+        seed=1,
+    )
 
 
 def random_batch(vocab_size: int, total: int, length: int, seed: int = 3) -> dict[str, torch.Tensor]:

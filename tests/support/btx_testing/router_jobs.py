@@ -10,25 +10,9 @@ from typing import Any
 
 import torch
 
-from btx_nemo.config.schema import DropoutConfig, LayoutConfig, MoEOverride, OptimConfig, RouterConfig
+from btx_nemo.config.schema import MoEOverride, OptimConfig, RouterConfig
 
 BETA1 = 0.9
-
-
-class Settings:
-    """The part of TrainConfig that building a trainee reads."""
-
-    def __init__(self, layout: dict[str, int], options: dict[str, Any]):
-        self.layout = LayoutConfig(**layout)
-        self.router = RouterConfig(**options.get("router", {}))
-        self.precision = options.get("precision", "fp32")
-        self.recompute = options.get("recompute", "none")
-        self.freeze, self.train = options.get("freeze", []), options.get("train", [])
-        self.dropout = DropoutConfig(**options.get("dropout", {}))
-        self.per_token_loss = options.get("per_token_loss", False)
-        self.seed, self.steps = 1, 100
-        # No clipping: the first moment of AdamW after one step is then the gradient itself, times 1 - beta1.
-        self.optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0, weight_decay=0.5)
 
 
 def source(folder: str, options: dict[str, Any]) -> Any:
@@ -86,10 +70,13 @@ def trainee_of(
 
     from btx_nemo.megatron.parallel import parallel_state
     from btx_nemo.train.setup import build_trainee
+    from btx_testing.jobs import settings
 
-    settings, model = Settings(layout, options), source(folder, options)
-    with parallel_state(settings.layout, seed=1):
-        trainee = build_trainee(settings, model)  # type: ignore[arg-type]
+    # No clipping: the first moment of AdamW after one step is then the gradient itself, times 1 - beta1.
+    optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0, weight_decay=0.5)
+    config, model = settings(layout, options, optim), source(folder, options)
+    with parallel_state(config.layout, seed=1):
+        trainee = build_trainee(config, model)
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         rows = options.get("micro_batch_size", 1)
         microbatches = batch["tokens"].shape[0] // (rows * size)
