@@ -220,8 +220,10 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _mix(arguments: argparse.Namespace) -> None:
     from btx_nemo.config.load import load
-    from btx_nemo.mix.config import read_config
+    from btx_nemo.mix.config import check_given_once, read_config
     from btx_nemo.mix.run import run_mix
+
+    check_given_once(arguments.overrides)
 
     gc.freeze()  # what the imports made lives as long as the process: a fifth of a second for each walk through it
     values = load("mix", arguments.config_name, arguments.overrides, arguments.config_path)

@@ -75,9 +75,10 @@ def atomic_dir(out: str | Path, needed_bytes: int = 0, overwrite: bool = False) 
     tag = f"{_host()}-{os.getpid()}-{_started(os.getpid())}-{next(_counter)}"
     temporary, old = (out.parent / f".{out.name}.{kind}-{tag}" for kind in ("tmp", "old"))
     with disk_errors(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(out)
+        if out.parent.is_dir():
+            _remove_stale(out)
         check_free_space(out, needed_bytes)
+        out.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         try:
             yield temporary

@@ -53,7 +53,8 @@ def _convert(hint: Any, value: Any, where: str, path: str) -> Any:
         return value
     expected = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
     shown = "nothing (null)" if value is None else f"{value!r} ({type(value).__name__})"
-    raise UserError(f"{where}: {path} must be {expected}, not {shown}")
+    remedy = f"; quote a text that looks like a number: \"'{value}'\"" if (hint, type(value)) == (str, int) else ""
+    raise UserError(f"{where}: {path} must be {expected}, not {shown}{remedy}")
 
 
 def _join(path: str, key: str) -> str:

@@ -79,7 +79,7 @@ def _check_override(override: str, where: str) -> None:
         many, why = True, _one_line(error) if isinstance(error, HydraException) else "cannot be read"
     if not many:
         return
-    if not equals or not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w.\-/@]*", key):
+    if not equals or not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w.\-/@]*", key, re.ASCII):
         raise UserError(f"{where}: override {override!r}: expected KEY=VALUE ({why})")
     if re.search(r"['\"\\$`!]", value):
         escaped = value.replace("\\", "\\\\").replace("'", "\\'")

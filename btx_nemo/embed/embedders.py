@@ -58,8 +58,11 @@ def mean_hidden_state(model: Path) -> Embedder:
 def _load(folder: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
+    from btx_nemo.convert.verify import quiet_transformers
+
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
         return model.base_model
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {error}") from error

@@ -55,6 +55,10 @@ def check_settings(config: MixConfig, recipe: Recipe) -> None:
         raise UserError(f"experts: recipe={recipe.name} takes one specialist, not {count}")
     for name in config.experts:
         check_domain(name, f"experts.{name}")
+    places = {"in" if recipe.on_mixture else "seed": config.seed, "out": config.out}
+    for key, place in (places | {f"experts.{name}": place for name, place in config.experts.items()}).items():
+        if not place.strip():
+            raise UserError(f"{key}: is empty; give {key}=DIR (a variable of the shell that is not set?)")
     for key in ("top_k", "router_init_std"):
         if not recipe.routed and getattr(config, key) is not None:
             raise UserError(f"{key}={getattr(config, key)}: recipe={recipe.name} makes no fresh routing; leave it out")

@@ -45,5 +45,5 @@ def check_same(
     folders = {source.name: str(source.folder) for source in sources}
     for a, b, meaning in pairs:
         if not equal(a, b, sources, readers):
-            where, other = (folders.get(next(iter(takes(expr))).source, "") for expr in (a, b))
+            where, other = (folders.get(source, source) for source in (next(iter(takes(e))).source for e in (a, b)))
             raise UserError(f"{where}: {describe(a)} is not bit-identical to {describe(b)} of {other}; {meaning}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,17 @@ class MixConfig:
     """Specialists that were meant to be in it and are not (`submit --allow-missing`); the manifest names them."""
     options: dict[str, Any] = field(default_factory=dict)
     """The recipe's own settings: the fields of its `Options`; on the command line they stand beside the others."""
+
+
+def check_given_once(overrides: Sequence[str]) -> None:
+    """Raise UserError where two models are given for one expert: the last alone would be mixed, without a word."""
+    given: dict[str, str] = {}
+    for key, _, place in (override.partition("=") for override in overrides):
+        name = key.lstrip("+")
+        if name.startswith("experts.") and given.setdefault(name, place) != place:
+            raise UserError(
+                f"{name} is given twice, {given[name]} and {place}; give it once, or give each its own name"
+            )
 
 
 def read_config(values: Mapping[str, Any], where: str) -> MixConfig:

@@ -12,7 +12,7 @@ from btx_nemo.checkpoints.manifest import MANIFEST
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
-from btx_nemo.mix.extras import Extra
+from btx_nemo.mix.extras import ASIDE, ASIDE_FOLDER, Extra
 from btx_nemo.mix.recipes.base import Mixture, Recipe
 
 
@@ -39,6 +39,17 @@ def _known(mixture: Source) -> list[dict[str, Any]]:
         return []
     history = read_json(mixture.folder / MANIFEST).get("history", [])
     return [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+
+
+def unknown_averages(mixture: Source, recipe: Recipe, extras: Mapping[str, Extra]) -> list[str]:
+    """A warning where an expert is removed from what may be BAR's averages: checkpoints have no history."""
+    moe = mixture.config.moe
+    if recipe.name != "remove" or ASIDE in extras or _known(mixture) or not moe or moe.router != "flexolmo":
+        return []
+    return [
+        f"{mixture.folder}: does not say which recipe made it; if it was bar, shared tensors still hold what "
+        f"was removed: give aside=DIR, the mixture's {ASIDE_FOLDER} folder"
+    ]
 
 
 def check_embedder(mixture: Source, embeddings: Extra) -> None:

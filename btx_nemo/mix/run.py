@@ -23,7 +23,7 @@ from btx_nemo.mix.compare import check_same, equal, lowered
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.distance import report
 from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, EMBEDDINGS, OPENERS, Extra
-from btx_nemo.mix.history import check_embedder, history_of
+from btx_nemo.mix.history import check_embedder, history_of, unknown_averages
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, Recipe, get_recipe
 from btx_nemo.mix.vocabulary import add_tokens, unify
 from btx_nemo.mix.write import Destination, destination
@@ -85,6 +85,7 @@ def run_mix(config: MixConfig, *, dry_run: bool = False) -> None:
     for source in kitchen.sources:
         check_tied(source)
     warnings = checks.warnings(kitchen.seed, kitchen.experts, union=config.vocab_policy == "union")
+    warnings += unknown_averages(kitchen.seed, kitchen.recipe, kitchen.extras)
     distances, far = report(kitchen.seed, kitchen.experts if kitchen.recipe.trained else [])
     check_same(mixture.same, kitchen.sources, kitchen.readers)
     lines = _write(kitchen, place, mixture, plan)

@@ -82,5 +82,7 @@ def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) 
     if config.format not in FORMATS:
         raise UserError(f"format={config.format}: unknown; known: {', '.join(FORMATS)}")
     if config.format == "megatron":
+        if config.target is not None:
+            raise UserError(f"target={config.target}: is an architecture of format=hf; leave one of them out")
         return Destination(None, config.shard_size)
     return Destination(choose_architecture(model, base, "mix", config.target), config.shard_size)

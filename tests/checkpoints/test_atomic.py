@@ -47,7 +47,7 @@ def test_whatever_exists_is_refused(tmp_path: Path) -> None:
 
 def test_no_space_is_known_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic, "free_bytes", lambda path: 1000)
-    with pytest.raises(UserError, match=r"needs .*1001 bytes.* are free"), atomic_dir(tmp_path / "out", 1001):
+    with pytest.raises(UserError, match=r"needs .*1001 bytes.* are free"), atomic_dir(tmp_path / "new/out", 1001):
         pytest.fail("must not begin")
     assert list(tmp_path.iterdir()) == []
     with atomic_dir(tmp_path / "out", 1000):

@@ -15,7 +15,7 @@ from btx_nemo.config.load import conf_dir, load, save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.launch.config import PipelineConfig
-from btx_nemo.mix.config import read_config
+from btx_nemo.mix.config import check_given_once, read_config
 from btx_nemo.mix.recipes.base import RECIPES, get_recipe
 
 CLASSES: dict[str, Any] = {"train": TrainConfig, "submit": PipelineConfig}
@@ -67,6 +67,12 @@ def test_an_unknown_option_lists_the_known_ones(command: tuple[str, str]) -> Non
     assert all(name in str(caught.value) for name in [*own, "rng_seed", "out"])
     with pytest.raises(UserError, match="must be"):
         read_config(load(*command, [*REQUIRED[command[1]], f"{own[0]}=1.5"]), "mix/x.yaml")
+
+
+def test_two_models_for_one_expert_are_refused() -> None:
+    check_given_once(["experts.math=a", "experts.code=a", "+experts.math=a", "top_k=1", "top_k=2"])
+    with pytest.raises(UserError, match=r"experts\.math is given twice, a and b; give it once"):
+        check_given_once(["experts.math=a", "++experts.math=b"])
 
 
 def test_an_operation_is_given_the_mixture_as_in() -> None:
@@ -197,6 +203,7 @@ def test_how_to_quote_a_path_is_told_and_works(path: str) -> None:
         ("++hydra.run.dir=x", "unknown key hydra.run.dir"),
         ("hydra/launcher=x", "unknown key hydra/launcher"),
         ("steps=1,2", "override 'steps=1,2': is a list of choices"),
+        ("data.blend.ä=1", "override 'data.blend.ä=1': expected KEY=VALUE"),
         ("++optim=[1]", "override ++optim=[1]: "),
     ],
 )

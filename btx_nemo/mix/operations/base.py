@@ -15,7 +15,7 @@ from btx_nemo.mix.recipes.base import Ingredients, Mixture
 from btx_nemo.mix.recipes.flexolmo import Same, same_anchor
 from btx_nemo.mix.recipes.parts import Parts, plan_of
 from btx_nemo.mix.recipes.two_expert import ANCHOR
-from btx_nemo.plan.expr import Expr, Take
+from btx_nemo.plan.expr import Expr, Take, infer
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,37 @@ def shared_of(given: Ingredients) -> Shared | None:
     """The mixture's shared tensors expert by expert; None where they are not averages that can be made again."""
     if ASIDE not in given.extras:
         return None
+    _check_aside(given)
     return from_aside(given.extras[ASIDE], shared_names(given), given.seed)
+
+
+def _check_aside(given: Ingredients) -> None:
+    """Raise UserError where what is kept aside is another mixture's."""
+    extra, moe, layout = given.extras[ASIDE], moe_of(given), given.layouts[given.seed]
+    kept, domains = extra.facts["experts"], [label for label in moe.experts if label != ANCHOR]
+    remedy = "give the folder that was written with the mixture"
+    if moe.router != "flexolmo" or kept != domains:
+        raise UserError(
+            f"{extra.folder}: keeps the shared tensors of {', '.join(kept)}, but the mixture has "
+            f"{', '.join(domains)}, router={moe.router}; {remedy}"
+        )
+    for key, info in extra.reader.layout().items():
+        expert, _, name = key.partition(":")
+        if expert not in (ANCHOR, *kept) or name not in layout or layout[name].shape != info.shape:
+            raise UserError(f"{extra.folder}: tensor {key!r} {list(info.shape)} is none of the mixture's; {remedy}")
+
+
+def same_averages(given: Ingredients) -> Same:
+    """The mixture's shared tensors are the averages of what is kept aside, where no dtype was asked for in between."""
+    shared, layout = shared_of(given), given.layouts[given.seed]
+    if shared is None:
+        return ()
+    changed = "it was kept by another mixture, or these have been trained since; making them again would lose that"
+    return tuple(
+        (Take(given.seed, name), shared.merged(name), changed)
+        for name in shared.anchor
+        if infer(shared.merged(name), given.layouts).dtype == layout[name].dtype
+    )
 
 
 def pairs_of(given: Ingredients) -> tuple[str, ...]:
@@ -106,7 +136,7 @@ def changed(
     return Mixture(
         plan=plan_of(given, model, parts, reasons),
         model=model,
-        same=same,
+        same=(*same, *same_averages(given)),
         aside=shared.aside() if shared else {},
         aside_facts=shared.facts() if shared else {},
         retrain=retrain,

@@ -18,6 +18,8 @@ from btx_nemo.plan.layout import Layout
 from btx_nemo.plan.plan import Plan
 
 O = TypeVar("O")  # noqa: E741
+MOST_EXPERTS = 1 << 14
+"""Experts of one layer, at most: many more than anyone trains, few enough to be planned one by one."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ class Ingredients:
         return self.options
 
     def choose_top_k(self, default: int, count: int) -> int:
-        """The experts per token of a mixture of `count`. Raises UserError when that is not possible."""
+        """The experts per token of a mixture of `count`. Raises UserError when that is not possible or too many."""
+        if count > MOST_EXPERTS:
+            raise UserError(f"{count} experts in a layer are more than {MOST_EXPERTS}; choose a smaller number")
         top_k = min(default, count) if self.top_k is None else self.top_k
         if top_k < 1:
             raise UserError(f"top_k={top_k} must be at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import pytest
 import torch
 from btx_testing.encoded import make_encoded, read_shared
 from btx_testing.shared import write_checkpoint
-from btx_testing.tensors import same_bits
+from btx_testing.tensors import load_folder, same_bits
 from btx_testing.vectors import golden
+from safetensors.torch import save_file
 
 from btx_nemo.checkpoints.inspect import inspect_checkpoint, print_inspection
+from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.errors import UserError
 from btx_nemo.families import names
 from btx_nemo.families.source import open_source
@@ -227,8 +230,6 @@ def test_an_upgrade_changes_only_what_it_says(root: Path, tmp_path: Path) -> Non
 
 
 def test_a_bar_mixture_without_what_was_kept_aside_is_not_guessed_at(root: Path, tmp_path: Path) -> None:
-    import shutil
-
     bar = run("bar", root / "anchor_m", tmp_path / "bar", pairs(root, "bar", "math", "tool", "safety"))
     trained = write_checkpoint(tmp_path / "trained", open_source(bar).config, read_shared(bar))
     with pytest.raises(UserError, match=r"not bit-identical .*for a BAR mixture give aside=DIR"):
@@ -238,6 +239,41 @@ def test_a_bar_mixture_without_what_was_kept_aside_is_not_guessed_at(root: Path,
     shutil.rmtree(bar / "shared_per_expert")
     with pytest.raises(UserError, match="shared_per_expert"):
         run("add", trained, tmp_path / "z", pairs(root, "bar", "code"), aside=str(bar / "shared_per_expert"))
+
+
+def test_what_another_mixture_kept_aside_is_refused(root: Path, tmp_path: Path) -> None:
+    bar = run("bar", root / "anchor_m", tmp_path / "bar", pairs(root, "bar", "math", "tool"))
+    other = run("bar", root / "anchor_m", tmp_path / "other", pairs(root, "bar", "math", "code"))
+    flex = run("flexolmo", root / "anchor_m", tmp_path / "flex", pairs(root, "flex", "math", "tool"))
+    namesake = {"math": root / "bar_math", "tool": root / "bar_code"}
+    moved = run("bar", root / "anchor_m", tmp_path / "moved", namesake)
+    aside, before = str(bar / "shared_per_expert"), sorted(tmp_path.iterdir())
+    for mixture, message in (
+        (other, "keeps the shared tensors of math, tool, but the mixture has math, code, router=flexolmo; give"),
+        (moved, "moved: .*q_proj.weight is not bit-identical to mean.*kept by another mixture"),
+        (flex, "flex: .*q_proj.weight is not bit-identical to mean.*kept by another mixture"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run("remove", mixture, tmp_path / "x", names=["math"], aside=aside)
+    tensors = load_folder(bar / "shared_per_expert")
+    damaged = shutil.copytree(bar / "shared_per_expert", tmp_path / "damaged")
+    for change in ({f"law:{Q_PROJ}": tensors[f"math:{Q_PROJ}"].clone()}, {f"math:{Q_PROJ}": torch.ones(2, 2)}):
+        save_file(tensors | change, damaged / "model.safetensors")
+        write_manifest(damaged, kind="shared_per_expert")
+        with pytest.raises(UserError, match=f"tensor '{next(iter(change))}' .* is none of the mixture's"):
+            run("remove", bar, tmp_path / "x", names=["math"], aside=str(damaged))
+    assert sorted(tmp_path.iterdir()) == sorted([*before, damaged])
+
+
+def test_removing_from_a_mixture_of_unknown_origin_says_what_may_stay(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bar = run("bar", root / "anchor_m", tmp_path / "bar", pairs(root, "bar", "math", "tool"))
+    trained = write_checkpoint(tmp_path / "trained", open_source(bar).config, read_shared(bar))
+    run("remove", bar, tmp_path / "x", names=["math"])
+    assert "does not say" not in caplog.text
+    run("remove", trained, tmp_path / "y", names=["math"])
+    assert "trained: does not say which recipe made it; if it was bar" in caplog.text
 
 
 def test_the_history_is_kept_and_shown(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,13 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "part of a copy": ("nvidia_upcycling", {"top_k": 3}, "top_k=3 is no multiple of granularity=8"),
     "softmax": ("nvidia_upcycling", {"options": {"softmax": "no"}}, "softmax=no: unknown; known: before, after"),
     "ratio": ("drop_upcycling", {"options": {"ratio": 1.5}}, "ratio=1.5 must be from 0 to 1"),
+    "too many copies": ("sparse_upcycling", {"options": {"copies": 10**9}}, "1000000000 experts .* more than 16384"),
+    "too many shards": (
+        "nvidia_upcycling",
+        {"options": {"expansion": 10**9}},
+        "experts in a layer are more than",
+    ),
+    "target of a checkpoint": ("btx", {"format": "megatron", "target": "mixtral"}, "target=mixtral: is .* format=hf"),
     "copies": ("sparse_upcycling", {"options": {"copies": 0}}, "copies=0 must be at least 1"),
     "every": ("sparse_upcycling", {"options": {"every": 3}}, "every=3 must be from 1 to the 2 layers"),
     "specialists": (
