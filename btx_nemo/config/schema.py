@@ -167,3 +167,7 @@ class TrainConfig:
     """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well."""
     seed: int = 1234
     """Seed of fresh weights, data order and dropout."""
+
+
+NO_EFFECT = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "recompute")
+"""Keys of TrainConfig that change nothing in what is computed."""

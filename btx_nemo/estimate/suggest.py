@@ -11,6 +11,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.estimate.communication import Communication, communication
 from btx_nemo.estimate.memory import Memory, Setup, worst
 from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.table import dense_width, shared_width
 
 NODE = 8
 """GPUs that share fast links."""
@@ -108,9 +109,9 @@ def flops(model: ModelConfig, seq_length: int) -> float:
         per_token += model.hidden_size * (2 * query + 2 * key)
         width = model.ffn_hidden_size
         if model.is_mixture(layer) and model.moe:
-            width = width * model.moe.top_k + (model.moe.shared_expert_intermediate_size or 0)
-        elif model.moe:
-            width = model.moe.dense_ffn_hidden_size or width
+            width = width * model.moe.top_k + shared_width(model)
+        else:
+            width = dense_width(model)
         per_token += 3 * model.hidden_size * width
     return 6 * per_token + 6 * model.num_layers * query * seq_length
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.config.build import build
-from btx_nemo.errors import UserError
 from btx_nemo.families import base as families
 from btx_nemo.families.architecture import ANY_FAMILY, SHARED, register_architecture
 from btx_nemo.families.config import ModelConfig
@@ -16,6 +15,7 @@ from btx_nemo.families.decoder import KEPT, special_tokens
 from btx_nemo.families.names import parse_router
 from btx_nemo.families.rope import scales_rope_by_layer
 from btx_nemo.families.rope_config import read_rope, write_rope
+from btx_nemo.families.settings import refuse_quantized
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.plan.expr import Expr, Take
 
@@ -60,8 +60,7 @@ class BtxMoe:
 
     def read(self, config: Mapping[str, Any], where: str) -> ModelConfig:
         """config.json -> ModelConfig, as strictly as model.json."""
-        if config.get("quantization_config"):
-            raise UserError(f"{where}: quantized weights are not supported; give the unquantized model")
+        refuse_quantized(config, where)
         theta, scaling = read_rope(config, where, 10000.0)
         names = {name: MODEL.get(name, name) for name in ModelConfig.__dataclass_fields__ if name not in APART}
         values = {name: config[key] for name, key in names.items() if key in config}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
@@ -81,6 +84,4 @@ class ModelConfig:
 
     def is_sliding(self, layer: int) -> bool:
         """Whether a layer attends to a sliding window only."""
-        return self.sliding_window is not None and (
-            self.layer_types is None or self.layer_types[layer] == "sliding_attention"
-        )
+        return self.sliding_window is not None and (self.layer_types is None or self.layer_types[layer] == SLIDING)

@@ -14,7 +14,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.mixture_form import MixtureForm
 from btx_nemo.families.rope import scales_rope_by_layer
 from btx_nemo.families.rope_config import read_rope, read_rope_by_layer, write_rope
-from btx_nemo.families.settings import flag, natural, number
+from btx_nemo.families.settings import flag, natural, number, refuse_quantized
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.families.table import shared_width
 from btx_nemo.families.windows import NoWindow, Windows
@@ -122,8 +122,7 @@ class DecoderArchitecture:
         return model
 
     def _refuse(self, config: Mapping[str, Any], where: str) -> None:
-        if config.get("quantization_config"):
-            raise UserError(f"{where}: quantized weights are not supported; give the unquantized model")
+        refuse_quantized(config, where)
         settings = [*REFUSED, *(key for key in ("attention_bias", "qkv_bias") if key != self.bias_setting)]
         for key in settings:
             # Qwen 2 says of its biases what is always so.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from btx_nemo.errors import UserError
+from btx_nemo.families.config import FULL, SLIDING
 from btx_nemo.families.settings import flag, number
 
 ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -17,7 +18,6 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 """Rope scalings that the families hold, with the settings that each needs and those that it may have."""
-FULL, SLIDING = "full_attention", "sliding_attention"
 Scaling = dict[str, Any]
 
 

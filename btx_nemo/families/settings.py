@@ -8,6 +8,12 @@ from typing import Any
 from btx_nemo.errors import UserError
 
 
+def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for quantized weights."""
+    if config.get("quantization_config"):
+        raise UserError(f"{where}: quantized weights are not supported; give the unquantized model")
+
+
 def natural(config: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
     """A whole number above zero; `default` where config.json is silent or has null."""
     value = config.get(key)

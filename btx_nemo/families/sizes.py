@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from btx_nemo.errors import UserError
-from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.families.config import FULL, SLIDING, ModelConfig, MoEConfig
 
 LARGEST = {
     "num_layers": 4096,
@@ -18,7 +18,7 @@ LARGEST = {
     "max_position_embeddings": 1 << 40,
 }
 KINDS = {"attention_bias": ("none", "qkv", "all"), "qk_norm": ("none", "head", "full")}
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = (FULL, SLIDING)
 MOST_BLOCKS = 1 << 18
 """Feed-forward blocks: layers times experts."""
 

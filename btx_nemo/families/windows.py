@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from btx_nemo.errors import UserError
-from btx_nemo.families.config import ModelConfig
-from btx_nemo.families.rope_config import FULL, SLIDING
+from btx_nemo.families.config import FULL, SLIDING, ModelConfig
 from btx_nemo.families.settings import flag, names_list, natural
 
 Window = tuple[int | None, list[str] | None]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.config.domains import check_domain
+from btx_nemo.config.flat import flat
 from btx_nemo.errors import UserError
 from btx_nemo.launch.config import PipelineConfig, StageConfig
 
@@ -209,7 +210,7 @@ def _merged(shared: StageConfig, own: StageConfig) -> StageConfig:
     for name in fields:
         if values[name] is None:
             values[name] = getattr(shared, name)
-    values["set"] = {**dict(_flat(shared.set)), **dict(_flat(own.set))}
+    values["set"] = {**flat(shared.set), **flat(own.set)}
     values["sbatch"] = [*shared.sbatch, *own.sbatch]
     return StageConfig(**values)
 
@@ -225,17 +226,8 @@ def _arguments(stage: StageConfig, script: str) -> tuple[str, ...]:
     flags = {"config-name": config, "config-path": stage.config_path and os.path.abspath(stage.config_path)}
     return (
         *(f"--{name}={value}" for name, value in flags.items() if value),
-        *(f"{key}={spell(value)}" for key, value in _flat(stage.set)),
+        *(f"{key}={spell(value)}" for key, value in flat(stage.set).items()),
     )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """{"optim": {"lr": 1}} as ("optim.lr", 1)."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def spell(value: Any) -> str:

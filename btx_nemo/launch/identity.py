@@ -21,12 +21,11 @@ import yaml
 from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST
+from btx_nemo.config.schema import NO_EFFECT
 from btx_nemo.errors import UserError
 
 BLOCK, BLOCKS = 1 << 16, 1 << 10
 """Bytes of a sample, and samples of a folder: 64 MiB are read at most, of a model of any size."""
-HARMLESS = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "recompute")
-"""Settings of a training that change nothing in its result (`train/prepare.py` says the same)."""
 INPUTS = ("init_from",)
 """Settings that name an input: its content counts."""
 
@@ -93,11 +92,11 @@ class Made:
 
 
 def settings(arguments: Sequence[str]) -> dict[str, str]:
-    """The arguments of a script that change its result: without the words, which name inputs, and the harmless ones."""
+    """The arguments of a script that change its result: without the words, which name inputs, and `NO_EFFECT`."""
     chosen = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
-        if equals and key.partition(".")[0] not in (*HARMLESS, *INPUTS):
+        if equals and key.partition(".")[0] not in (*NO_EFFECT, *INPUTS):
             chosen[key] = _plain(value)
         elif argument.startswith("~"):
             chosen[argument] = ""

@@ -25,7 +25,7 @@ from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.plan.execute import TensorReader
 from btx_nemo.plan.expr import Expr, Normal
 from btx_nemo.routers.foreign import check_megatron
-from btx_nemo.routers.losses import LOSSES, Decision
+from btx_nemo.routers.losses import LOSSES, Decision, check_loss_names
 from btx_nemo.routers.noise import generator_of, micro_batch_seed
 from btx_nemo.routers.rows import FrozenRows, check_frozen_rows
 from btx_nemo.routers.statistics import RoutingStatistics
@@ -98,10 +98,9 @@ class BaseRouter(Router):
     @classmethod
     def check_training(cls, model: ModelConfig, router: RouterConfig) -> None:
         """Raises UserError when the rule cannot be trained so."""
-        known = [name for name in LOSSES if name not in ("load",) or name in cls.extra_losses]
+        known = [name for name in LOSSES if name != "load" or name in cls.extra_losses]
+        check_loss_names(router.losses)
         for name, weight in router.losses.items():
-            if name not in LOSSES:
-                raise UserError(f"router.losses.{name}: no such loss; known: {', '.join(LOSSES)}")
             if weight and name not in known:
                 raise UserError(
                     f"router.losses.{name}: moe.router={moe_of(model).router} does not have what it takes (trainable "

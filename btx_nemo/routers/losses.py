@@ -8,12 +8,13 @@ Shape suffixes: T tokens, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from btx_nemo.errors import UserError
 from btx_nemo.routers.functional import precise, softmax
 
 
@@ -139,3 +140,10 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "load": load,
 }
 """Losses by the names that `router.losses` takes."""
+
+
+def check_loss_names(names: Iterable[str]) -> None:
+    """Raise UserError, listing the known ones, for a loss that there is not."""
+    for name in names:
+        if name not in LOSSES:
+            raise UserError(f"router.losses.{name}: no such loss; known: {', '.join(LOSSES)}")

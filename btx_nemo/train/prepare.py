@@ -12,7 +12,8 @@ import yaml
 from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
-from btx_nemo.config.schema import TrainConfig
+from btx_nemo.config.flat import flat
+from btx_nemo.config.schema import NO_EFFECT, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
@@ -21,15 +22,15 @@ from btx_nemo.families.sizes import check_sizes
 from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
 from btx_nemo.routers import router_class
-from btx_nemo.routers.losses import LOSSES
+from btx_nemo.routers.losses import check_loss_names
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
 
 STAGES = ("expert", "mix", "router")
-MAY_CHANGE = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out", "recompute")
-"""Keys that a resumed run may change: none of them changes what is computed."""
+MAY_CHANGE = (*NO_EFFECT, "out")
+"""Keys that a resumed run may change."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def _source(config: TrainConfig) -> ModelSource:
 
 def _check_stage(config: TrainConfig, source: ModelSource) -> None:
     moe = source.model.moe
-    for name in config.router.losses:
-        if name not in LOSSES:
-            raise UserError(f"router.losses.{name}: no such loss; known: {', '.join(LOSSES)}")
+    check_loss_names(config.router.losses)
     if config.stage == "expert" and moe is not None:
         raise UserError(f"stage=expert trains a dense model, but {config.init_from} has {moe.num_experts} experts")
     if config.stage != "expert" and moe is None:
@@ -176,7 +175,7 @@ def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
     may_change = MAY_CHANGE if balanced else (*MAY_CHANGE, "micro_batch_size")
     now = dataclasses.asdict(config)
     fixed = [key for key in now if key in before and key not in may_change]
-    then, now = (_flat({key: values[key] for key in fixed}) for values in (before, now))
+    then, now = (flat({key: values[key] for key in fixed}) for values in (before, now))
     for key in {**now, **then}:
         if then.get(key) != now.get(key):
             raise UserError(
@@ -187,14 +186,6 @@ def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
 
 def _foreign(path: Path) -> bool:
     return path.name != LOCK and not TEMPORARY.fullmatch(path.name)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def _tokenizer(config: TrainConfig, source: ModelSource) -> Path | None:

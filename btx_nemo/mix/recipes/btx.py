@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from btx_nemo.families.config import MoEConfig
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
-from btx_nemo.mix.recipes.parts import Parts, check_choice, chunk, ffn, mean, mixture_of, plan_of, width_of
+from btx_nemo.mix.recipes.parts import Parts, axis, check_choice, chunk, ffn, mean, mixture_of, plan_of, width_of
 from btx_nemo.plan.expr import Concat, Expr, Normal
 
 
@@ -46,7 +46,7 @@ def btx(given: Ingredients) -> Mixture:
         if options.variant == "split":
             return chunk(ffn(members[number // pieces], layer, part), part, number % pieces, width)
         chunks = tuple(chunk(ffn(member, layer, part), part, number, width) for member in members)
-        return Concat(chunks, 1 if part == "down" else 0)
+        return Concat(chunks, axis(part))
 
     split = options.variant == "split"
     top_k = given.choose_top_k(2 * pieces if split else 2, len(labels))
