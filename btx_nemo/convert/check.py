@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.convert.verify import compare_logits, compare_tensors, default_tolerance, probe, quiet_transformers
-from btx_nemo.errors import CheckFailed, UserError
+from btx_nemo.errors import CheckFailed
 from btx_nemo.families.source import Source, open_unfinished
 from btx_nemo.plan.layout import ITEMSIZE
 
@@ -18,8 +19,7 @@ LARGEST = 250_000_000
 
 def check_mode(mode: str) -> None:
     """Raise UserError for a mode that is none."""
-    if mode not in MODES:
-        raise UserError(f"verify={mode}: unknown; known: {', '.join(MODES)}")
+    check_choice("verify", mode, MODES)
 
 
 def check_result(source: Source, folder: Path, mode: str, exact: bool = True) -> str:

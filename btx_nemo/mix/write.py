@@ -11,7 +11,7 @@ from typing import Any
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, save_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
-from btx_nemo.errors import UserError
+from btx_nemo.config.choice import check_choice
 from btx_nemo.families.architecture import (
     SHARED,
     Architecture,
@@ -79,8 +79,7 @@ class Destination:
 
 def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) -> Destination:
     """Where `config` wants the mixture. Raises UserError when Hugging Face has no architecture that computes it."""
-    if config.format not in FORMATS:
-        raise UserError(f"format={config.format}: unknown; known: {', '.join(FORMATS)}")
+    check_choice("format", config.format, FORMATS)
     if config.format == "megatron":
         return Destination(None, config.shard_size)
     return Destination(choose_architecture(model, base, "mix", config.target), config.shard_size)
