@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from btx_nemo import __version__
+from btx_nemo.convert.arguments import add_conversions, add_verify
 from btx_nemo.data.arguments import add_prepare_data
 from btx_nemo.embed.arguments import add_embed
 from btx_nemo.errors import BtxError, Stopped, UserError
@@ -133,32 +134,11 @@ def _parser() -> argparse.ArgumentParser:
         if name == "mix":
             sub.add_argument("--dry-run", action="store_true", help="print the plan and read no tensor")
         sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(*where))
-    for name, run, text in (
-        ("import", _import, "Hugging Face folder -> Megatron distributed checkpoint: in=HF out=DIR"),
-        ("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF"),
-    ):
-        sub = command(name, run, text)
-        if name == "export":
-            more = (
-                "target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same unless "
-            )
-            more += "allow_inexact=true; shard_size=BYTES: largest file; "
-        else:
-            more = "allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; "
-        more += (
-            "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result "
-        )
-        more += "with its source not at all, without logits, or with them however large (default: if small)"
-        sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=f"in=DIR and out=DIR; {more}")
+    add_conversions(command)
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
-    sub = command("verify", _verify, "Compare two checkpoints' logits on the same tokens; exit 1 when they differ.")
-    sub.add_argument("a", type=Path, help="Hugging Face folder, checkpoint or run directory")
-    sub.add_argument("b", type=Path, help="the same")
-    sub.add_argument(
-        "--tolerance", type=float, help="largest absolute difference (default 1e-4, or 1e-5 of the largest logit)"
-    )
+    add_verify(command)
     add_launch_commands(command)
     add_plan(command)
     sub = command("plot", _plot, "Curves of one or several runs: losses, gradient norm, speed.")
@@ -169,41 +149,6 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
     sub.add_argument("--until", default="report", help="stop after this step: data, seed, experts, mix, joint, export")
     return parser
-
-
-def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
-    """(in, out, options) of `in=DIR out=DIR key=value...`, each option through the function that reads it."""
-    given = " ".join(arguments.assignments)
-    values: dict[str, str] = {}
-    for assignment in arguments.assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals or not value:
-            raise UserError(f"expected in=DIR out=DIR, got {given}")
-        if key not in ("in", "out", *optional):
-            raise UserError(f"unknown key {key}; known: {', '.join(('in', 'out', *optional))}")
-        if key in values:
-            raise UserError(f"{key} is given twice, {values[key]} and {value}; give it once")
-        values[key] = value
-    if not {"in", "out"} <= values.keys():
-        raise UserError(f"expected in=DIR out=DIR, got {given}")
-    options = {key: read(values[key]) for key, read in optional.items() if key in values}
-    return Path(values["in"]), Path(values["out"]), options
-
-
-def _bytes(value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise UserError(f"shard_size={value}: must be a positive number of bytes") from None
-
-
-def _flag(key: str) -> Callable[[str], bool]:
-    def read(value: str) -> bool:
-        if value not in ("true", "false"):
-            raise UserError(f"{key}={value}: must be true or false")
-        return value == "true"
-
-    return read
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -230,22 +175,6 @@ def _mix(arguments: argparse.Namespace) -> None:
     run_mix(read_config(values, f"mix/{arguments.config_name}.yaml"), dry_run=arguments.dry_run)
 
 
-def _import(arguments: argparse.Namespace) -> None:
-    from btx_nemo.convert.to_megatron import import_hf
-
-    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"))
-    print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from btx_nemo.convert.to_hf import export_hf
-
-    source, out, options = _assignments(
-        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag("allow_inexact")
-    )
-    print(f"{out}: {export_hf(source, out, **{'verify': 'true', **options})}")
-
-
 def _inspect(arguments: argparse.Namespace) -> None:
     import json
 
@@ -256,12 +185,6 @@ def _inspect(arguments: argparse.Namespace) -> None:
         print(json.dumps(facts, indent=2))
     else:
         print_inspection(facts)
-
-
-def _verify(arguments: argparse.Namespace) -> None:
-    from btx_nemo.convert.verify import verify
-
-    verify(arguments.a, arguments.b, tolerance=arguments.tolerance)
 
 
 def _plot(arguments: argparse.Namespace) -> None:

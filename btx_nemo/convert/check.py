@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-from btx_nemo.convert.verify import compare_logits, compare_tensors, default_tolerance, probe, quiet_transformers
-from btx_nemo.errors import CheckFailed, UserError
+from btx_nemo.config.choice import check_choice
+from btx_nemo.convert.verify import compare_logits, compare_tensors, default_tolerance, probe
+from btx_nemo.errors import CheckFailed
 from btx_nemo.families.source import Source, open_unfinished
 from btx_nemo.plan.layout import ITEMSIZE
 
@@ -18,8 +19,7 @@ LARGEST = 250_000_000
 
 def check_mode(mode: str) -> None:
     """Raise UserError for a mode that is none."""
-    if mode not in MODES:
-        raise UserError(f"verify={mode}: unknown; known: {', '.join(MODES)}")
+    check_choice("verify", mode, MODES)
 
 
 def check_result(source: Source, folder: Path, mode: str, exact: bool = True) -> str:
@@ -63,8 +63,7 @@ def _check_logits(source: Source, result: Source, mode: str, exact: bool) -> str
     parameters = sum(prod(info.shape) for info in result.layout().values())
     if mode != "logits" and parameters > LARGEST:
         return f"logits not compared, since {parameters:,} parameters are over {LARGEST:,} (verify=logits does it)"
-    with quiet_transformers():
-        difference = compare_logits(*(source_logits(each, probe(source)) for each in (source, result)))
+    difference = compare_logits(*(source_logits(each, probe(source)) for each in (source, result)))
     tolerance = default_tolerance(difference)
     if not difference.largest <= tolerance:
         raise CheckFailed(

@@ -10,6 +10,7 @@ from btx_nemo.checkpoints.manifest import source_facts
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import check_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.plan.execute import TensorReader, execute
@@ -29,8 +30,8 @@ def space_needed(plan: Plan, tokenizer: Path) -> int:
 
 def check_dtype(dtype: str | None) -> None:
     """Raise UserError for a dtype that a result cannot have."""
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype={dtype}: unknown; known: {', '.join(DTYPES)}")
+    if dtype is not None:
+        check_choice("dtype", dtype, DTYPES)
 
 
 def check_shard_size(shard_size: int) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,15 +72,37 @@ def model_logits(gpt: torch.nn.Module, tokens_BS: Tensor) -> Tensor | None:
 
 def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
     """fp32 logits [B, S, V] of a Hugging Face folder, computed by transformers in fp32."""
+    from btx_nemo.megatron.platform import device
+
+    model = load_hf(folder)
+    with torch.no_grad():
+        return model.to(device())(tokens_BS.to(device())).logits.float().cpu()
+
+
+def load_hf(folder: Path) -> Any:
+    """A Hugging Face folder as a transformers model, fp32, in evaluation mode. Raises UserError."""
     from transformers import AutoModelForCausalLM
 
     from btx_nemo.convert.hf_moe import register_auto_classes
-    from btx_nemo.megatron.platform import device
 
     register_auto_classes()  # so that no code of the folder's own is ever asked for
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+        with quiet_transformers():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {error}") from error
-    with torch.no_grad():
-        return model.to(device())(tokens_BS.to(device())).logits.float().cpu()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bars of transformers' own where nobody watches them."""
+    from transformers.utils import logging
+
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

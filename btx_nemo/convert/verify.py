@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +74,7 @@ def verify(a: Path, b: Path, *, tolerance: float | None = None) -> None:
         check_tied(source)
     _check_vocabularies(*sources)
     tokens = probe(*sources)
-    with quiet_transformers():
-        found = compare_logits(*(source_logits(source, tokens) for source in sources))
+    found = compare_logits(*(source_logits(source, tokens) for source in sources))
     if tolerance is None:
         tolerance = default_tolerance(found)
     _print_logits(sources, found, tolerance)
@@ -173,21 +169,6 @@ def source_logits(source: Source, tokens_BS: Tensor) -> Tensor:
     logits = megatron_logits(source, tokens_BS)
     assert logits is not None
     return logits
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No bars of transformers' own where nobody watches them."""
-    from transformers.utils import logging
-
-    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
 
 
 def _tensor_line(a: Source, b: Source) -> str:

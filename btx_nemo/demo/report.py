@@ -75,11 +75,10 @@ def loss_table(rows: Sequence[tuple[str, Sequence[float]]], domains: Sequence[st
 def logit_difference(checkpoint: Path, folder: Path) -> float:
     """Largest absolute difference between Megatron's logits of a checkpoint and transformers' of its export."""
     from btx_nemo.convert.logits import hf_logits, megatron_logits
-    from btx_nemo.convert.verify import compare_logits, probe_tokens, quiet_transformers
+    from btx_nemo.convert.verify import compare_logits, probe_tokens
     from btx_nemo.families.source import open_source
 
     tokens = probe_tokens(open_source(folder).config.vocab_size)
     ours = megatron_logits(checkpoint, tokens)
     assert ours is not None
-    with quiet_transformers():
-        return compare_logits(ours, hf_logits(folder, tokens)).largest
+    return compare_logits(ours, hf_logits(folder, tokens)).largest

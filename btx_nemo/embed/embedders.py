@@ -34,15 +34,16 @@ def load_embedder(name: str, model: Path) -> Embedder:
 
 def mean_hidden_state(model: Path) -> Embedder:
     """Mean over a document's tokens of the last hidden state, after the final norm, in fp32: D is the model's width."""
+    from btx_nemo.convert.logits import load_hf
     from btx_nemo.convert.to_hf import export_hf
     from btx_nemo.families.source import open_source
 
     if open_source(model).kind == "hf":
-        network = _load(model)
+        network = load_hf(model).base_model
     else:
         with tempfile.TemporaryDirectory(prefix="btx-embed-") as folder:
             export_hf(model, Path(folder) / "hf")
-            network = _load(Path(folder) / "hf")
+            network = load_hf(Path(folder) / "hf").base_model
 
     @torch.no_grad()
     def embed(documents: Sequence[Sequence[int]]) -> Tensor:
@@ -53,19 +54,6 @@ def mean_hidden_state(model: Path) -> Embedder:
         return torch.stack(rows)
 
     return embed
-
-
-def _load(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    from btx_nemo.convert.verify import quiet_transformers
-
-    try:
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
-        return model.base_model
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: transformers cannot load it: {error}") from error
 
 
 register_embedder("mean_hidden_state", mean_hidden_state)

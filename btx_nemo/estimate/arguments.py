@@ -19,7 +19,7 @@ def add_plan(command: Callable) -> None:
     sub.add_argument("--seq-length", type=int, default=4096, help="tokens a sequence (default 4096)")
     sub.add_argument("--micro-batch-size", type=int, default=1, help="sequences a forward pass (default 1)")
     sub.add_argument("--global-batch-size", type=int, default=1024, help="sequences a step (default 1024)")
-    sub.add_argument("--precision", default="bf16", help="fp32, bf16 (default) or fp16")
+    sub.add_argument("--precision", default="bf16", help="fp32 or bf16 (default)")
     sub.add_argument("--recompute", choices=("none", "full"), default="none")
     sub.add_argument("--memory-gib", type=float, help="suggest layouts for --gpus GPUs of this memory")
     sub.add_argument("--local", action="store_true", help="Megatron's local layers, which keep attention's matrices")

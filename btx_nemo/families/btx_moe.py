@@ -15,7 +15,7 @@ from btx_nemo.families.decoder import KEPT, special_tokens
 from btx_nemo.families.names import parse_router
 from btx_nemo.families.rope import scales_rope_by_layer
 from btx_nemo.families.rope_config import read_rope, write_rope
-from btx_nemo.families.settings import refuse_quantized
+from btx_nemo.families.settings import RENAMED, refuse_quantized
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.plan.expr import Expr, Take
 
@@ -26,14 +26,6 @@ ROUTERS = (
     *("top_k", "switch", "soft", "sample_top1", "noisy_top_k"),
     *("divmoe", "nexus", "flexolmo", "expert_choice"),
 )
-MODEL = {
-    "num_layers": "num_hidden_layers",
-    "ffn_hidden_size": "intermediate_size",
-    "num_query_groups": "num_key_value_heads",
-    "norm_eps": "rms_norm_eps",
-    "init_std": "initializer_range",
-}
-"""ModelConfig's names where config.json has others."""
 MIXTURE = {
     "num_experts": "num_experts",
     "top_k": "num_experts_per_tok",
@@ -62,7 +54,7 @@ class BtxMoe:
         """config.json -> ModelConfig, as strictly as model.json."""
         refuse_quantized(config, where)
         theta, scaling = read_rope(config, where, 10000.0)
-        names = {name: MODEL.get(name, name) for name in ModelConfig.__dataclass_fields__ if name not in APART}
+        names = {name: RENAMED.get(name, name) for name in ModelConfig.__dataclass_fields__ if name not in APART}
         values = {name: config[key] for name, key in names.items() if key in config}
         mixture = {name: config[key] for name, key in MIXTURE.items() if key in config}
         values |= {"rope_theta": theta, "rope_scaling": scaling, "moe": mixture}
@@ -80,7 +72,7 @@ class BtxMoe:
                 "AutoModel": "modeling_btx_moe.BtxMoeModel",
                 "AutoModelForCausalLM": "modeling_btx_moe.BtxMoeForCausalLM",
             },
-            **{MODEL.get(name, name): value for name, value in values.items() if name not in APART},
+            **{RENAMED.get(name, name): value for name, value in values.items() if name not in APART},
             **{MIXTURE[name]: value for name, value in mixture.items()},
             **write_rope(model.rope_theta, model.rope_scaling),
             "rope_scaling_full_attention_only": scales_rope_by_layer(model),

@@ -7,6 +7,15 @@ from typing import Any
 
 from btx_nemo.errors import UserError
 
+RENAMED = {
+    "num_layers": "num_hidden_layers",
+    "ffn_hidden_size": "intermediate_size",
+    "num_query_groups": "num_key_value_heads",
+    "norm_eps": "rms_norm_eps",
+    "init_std": "initializer_range",
+}
+"""ModelConfig's names where config.json has others -> config.json's."""
+
 
 def refuse_quantized(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError for quantized weights."""

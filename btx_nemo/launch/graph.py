@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.config.domains import check_domain
 from btx_nemo.config.flat import flat
 from btx_nemo.errors import UserError
@@ -94,8 +95,7 @@ def _check(config: PipelineConfig) -> None:
                     f"experts.{domain}.stages: {stage!r}: only a-z, 0-9, _ and - are allowed, a letter first; "
                     "rename the stage"
                 )
-    if config.until not in UNTIL:
-        raise UserError(f"until={config.until}: unknown; known: {', '.join(UNTIL)}")
+    check_choice("until", config.until, UNTIL)
     if config.train not in (["joint"], ["router"], ["router", "joint"]):
         raise UserError(f"train={config.train}: must be [joint], [router] or [router,joint]")
     if config.export.config or config.eval.config or config.eval.set:

@@ -15,33 +15,34 @@ from btx_nemo.checkpoints.tokenizer_files import (
 from btx_nemo.config.domains import check_domain
 from btx_nemo.convert.checkpoint import check_dtype, check_shard_size
 from btx_nemo.errors import UserError
+from btx_nemo.families.settings import RENAMED
 from btx_nemo.families.source import Source
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.recipes.base import Recipe
 from btx_nemo.mix.vocabulary import check_policy
 
 LARGEST_STD = 1e3
-SAME = {
-    "family": "family",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling",
-    "norm_eps": "rms_norm_eps",
-    "attention_bias": "attention_bias",
-    "qk_norm": "qk_norm",
-    "post_norm": "post_norm",
-    "sliding_window": "sliding_window",
-    "layer_types": "layer_types",
-    "tie_word_embeddings": "tie_word_embeddings",
-    "max_position_embeddings": "max_position_embeddings",
-}
-"""Settings that all sources must share -> config.json's name of each."""
+SAME = (
+    "family",
+    "hidden_size",
+    "num_layers",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "head_dim",
+    "vocab_size",
+    "rope_theta",
+    "rope_scaling",
+    "norm_eps",
+    "attention_bias",
+    "qk_norm",
+    "post_norm",
+    "sliding_window",
+    "layer_types",
+    "tie_word_embeddings",
+    "max_position_embeddings",
+)
+"""Settings that all sources must share."""
 
 
 def check_settings(config: MixConfig, recipe: Recipe) -> None:
@@ -85,11 +86,11 @@ def check_sources(seed: Source, experts: list[Source], recipe: Recipe, *, union:
     _check_kinds(seed, experts, recipe)
     reference = seed.layout()
     for expert in experts:
-        for field, shown in SAME.items():
+        for field in SAME:
             mine, theirs = getattr(expert.config, field), getattr(seed.config, field)
             if mine != theirs:
                 raise UserError(
-                    f"{expert.folder}: {shown}={mine} but the seed {seed.folder} has {theirs}; "
+                    f"{expert.folder}: {RENAMED.get(field, field)}={mine} but the seed {seed.folder} has {theirs}; "
                     "mix models of one architecture that started from this seed"
                 )
         for name, info in expert.layout().items():

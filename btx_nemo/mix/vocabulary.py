@@ -21,6 +21,7 @@ import torch
 from btx_nemo.checkpoints.files import read_json, write_json
 from btx_nemo.checkpoints.reader import Reader
 from btx_nemo.checkpoints.tokenizer_files import vocabulary, vocabulary_difference
+from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.plan.expr import Take
@@ -36,8 +37,7 @@ Row = tuple[int, int]
 
 def check_policy(policy: str) -> None:
     """Raise UserError for a policy that there is not."""
-    if policy not in POLICIES:
-        raise UserError(f"vocab_policy={policy}: unknown; known: {', '.join(POLICIES)}")
+    check_choice("vocab_policy", policy, POLICIES)
 
 
 def unify(policy: str, seed: Source, experts: Sequence[Source]) -> tuple[list[Source], list[dict[str, Any]]]:

@@ -11,6 +11,7 @@ from typing import Any
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, save_tokenizer
 from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import (
     SHARED,
@@ -79,8 +80,7 @@ class Destination:
 
 def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) -> Destination:
     """Where `config` wants the mixture. Raises UserError when Hugging Face has no architecture that computes it."""
-    if config.format not in FORMATS:
-        raise UserError(f"format={config.format}: unknown; known: {', '.join(FORMATS)}")
+    check_choice("format", config.format, FORMATS)
     if config.format == "megatron":
         if config.target is not None:
             raise UserError(f"target={config.target}: is an architecture of format=hf; leave one of them out")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from btx_nemo.errors import UserError
+from btx_nemo.config.choice import check_choice
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
 from btx_nemo.routers.functional import hard_top1_gates, sample_top1_gates, soft_gates, temperature
@@ -37,9 +37,7 @@ class SampleTop1Router(BaseRouter):
     def check(cls, model: ModelConfig) -> None:
         """See the base."""
         super().check(model)
-        inference = cls.options_of(moe_of(model)).inference
-        if inference not in ("argmax", "hard"):
-            raise UserError(f"moe.options.inference={inference}: unknown; known: argmax, hard")
+        check_choice("moe.options.inference", cls.options_of(moe_of(model)).inference, ("argmax", "hard"))
 
     def decide(self, hidden_TH: Tensor) -> Decision:
         """As in training, at inference, or in the first layer."""

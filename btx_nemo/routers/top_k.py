@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
@@ -29,9 +30,7 @@ class TopKRouter(BaseRouter):
     def check(cls, model: ModelConfig) -> None:
         """See the base."""
         super().check(model)
-        softmax = cls.options_of(moe_of(model)).softmax
-        if softmax not in ("after", "before"):
-            raise UserError(f"moe.options.softmax={softmax}: unknown; known: after, before")
+        check_choice("moe.options.softmax", cls.options_of(moe_of(model)).softmax, ("after", "before"))
 
     @classmethod
     def check_training(cls, model: ModelConfig, router: RouterConfig) -> None:

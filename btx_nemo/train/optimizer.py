@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.megatron.compat import mend_mixed_dtypes
@@ -15,8 +16,7 @@ DECAYS = ("cosine", "linear", "constant")
 def check_optim(config: TrainConfig) -> None:
     """Raises UserError for a schedule that cannot be."""
     optim = config.optim
-    if optim.decay not in DECAYS:
-        raise UserError(f"optim.decay={optim.decay}: unknown; known: {', '.join(DECAYS)}")
+    check_choice("optim.decay", optim.decay, DECAYS)
     if not 0 <= optim.min_lr <= optim.lr:
         raise UserError(f"optim.min_lr={optim.min_lr} must lie between 0 and optim.lr={optim.lr}")
     for name in ("beta1", "beta2"):

@@ -12,6 +12,7 @@ import yaml
 from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
+from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
 from btx_nemo.config.schema import NO_EFFECT, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
@@ -45,12 +46,9 @@ class Prepared:
 
 def prepare(config: TrainConfig) -> Prepared:
     """Checks the whole configuration against the model, the data, the ranks and the run directory."""
-    if config.stage not in STAGES:
-        raise UserError(f"stage={config.stage}: unknown; known: {', '.join(STAGES)}")
-    if config.precision not in DTYPES:
-        raise UserError(f"precision={config.precision}: unknown; known: {', '.join(DTYPES)}")
-    if config.recompute not in ("none", "full"):
-        raise UserError(f"recompute={config.recompute}: unknown; known: none, full")
+    check_choice("stage", config.stage, STAGES)
+    check_choice("precision", config.precision, DTYPES)
+    check_choice("recompute", config.recompute, ("none", "full"))
     for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be 1 or more")

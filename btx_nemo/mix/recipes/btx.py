@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.families.config import MoEConfig
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
-from btx_nemo.mix.recipes.parts import Parts, axis, check_choice, chunk, ffn, mean, mixture_of, plan_of, width_of
+from btx_nemo.mix.recipes.parts import Parts, axis, chunk, ffn, mean, mixture_of, plan_of, width_of
 from btx_nemo.plan.expr import Concat, Expr, Normal
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families import names
 from btx_nemo.families.config import ModelConfig, MoEConfig
@@ -18,7 +19,6 @@ from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
 from btx_nemo.mix.recipes.nvidia_upcycling import activation_scale, part_scale
 from btx_nemo.mix.recipes.parts import (
     Parts,
-    check_choice,
     chunk,
     ffn,
     fresh_rows,

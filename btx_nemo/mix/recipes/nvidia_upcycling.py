@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import MoEConfig
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
 from btx_nemo.mix.recipes.parts import (
     Parts,
-    check_choice,
     chunk,
     ffn,
     fresh_rows,

@@ -128,9 +128,3 @@ def check_number(name: str, value: float, low: float, high: float) -> None:
     """Raise UserError for an option out of its bounds."""
     if not low <= value <= high:
         raise UserError(f"{name}={value:g} must be from {low:g} to {high:g}")
-
-
-def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    """Raise UserError, listing the known ones, for a word that is none of them."""
-    if value not in known:
-        raise UserError(f"{name}={value}: unknown; known: {', '.join(known)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.families import base
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
-from btx_nemo.mix.recipes.parts import Parts, check_choice, check_number, plan_of
+from btx_nemo.mix.recipes.parts import Parts, check_number, plan_of
 from btx_nemo.mix.recipes.task_arithmetic import difference
 from btx_nemo.plan.expr import Expr, Number, Take, Ties
 from btx_nemo.plan.statistics import Majority, Statistic, Threshold
