@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 from btx_nemo import __version__
 from btx_nemo.errors import BtxError, Stopped, UserError
+from btx_nemo.estimate.arguments import add_plan
+from btx_nemo.launch.cli import add_commands as add_launch_commands
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
 _ALONE_SECONDS = 5.0
@@ -34,10 +36,14 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _parser()
     ours, passed_on = arguments, []
-    if "--" in arguments and arguments[:1] == ["submit"]:  # argparse would take the overrides for domains
+    if "--" in arguments and arguments[:1] == ["stage"]:  # argparse would take what follows for flags
         cut = arguments.index("--")
         ours, passed_on = arguments[:cut], arguments[cut + 1 :]
-    parsed = parser.parse_args(ours, argparse.Namespace(passed_on=passed_on))
+    parsed, rest = parser.parse_known_args(ours, argparse.Namespace(passed_on=passed_on))
+    if rest and (parsed.command != "submit" or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes words on one side of the flags only
+        parsed.words += rest
     if not parsed.debug:
         _quiet()
     try:
@@ -151,7 +157,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--tolerance", type=float, help="largest absolute difference (default 1e-4, or 1e-5 of the largest logit)"
     )
-    _add_submit(command)
+    add_launch_commands(command)
+    add_plan(command)
+    sub = command("plot", _plot, "Curves of one or several runs: losses, gradient norm, speed.")
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    sub.add_argument("--out", type=Path, default=Path("curves.png"), help="figure (default: curves.png)")
     sub = command("demo", _demo, "The whole pipeline, small, on this machine, with real text.")
     sub.add_argument("--out", type=Path, default=Path("runs"), help="folder for all it makes (default: runs)")
     sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
@@ -183,17 +193,6 @@ def _add_embed(command: Callable) -> None:
     sub.add_argument("--embedder", default="mean_hidden_state", help="default: %(default)s, of the seed")
     sub.add_argument("--documents", type=int, default=1000, help="of a domain, at most (default: %(default)s)")
     sub.add_argument("--tokens", type=int, default=512, help="of a document, at most (default: %(default)s)")
-
-
-def _add_submit(command: Callable) -> None:
-    sub = command(
-        "submit", _submit, "Experts in parallel, then mix, then export: as Slurm jobs, or here without Slurm."
-    )
-    sub.add_argument("domains", nargs="+", help="one expert each; after --: overrides for the trainings")
-    sub.add_argument("--runs", type=Path, help="folder of all runs (default: $BTX_RUNS, else runs)")
-    sub.add_argument("--dry-run", action="store_true", help="print the sbatch lines and submit nothing")
-    sub.add_argument("--local", action="store_true", help="run here, one after the other, even where Slurm is")
-    sub.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="e.g. --sbatch=--partition=gpu")
 
 
 def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
@@ -333,17 +332,10 @@ def _verify(arguments: argparse.Namespace) -> None:
     verify(arguments.a, arguments.b, tolerance=arguments.tolerance)
 
 
-def _submit(arguments: argparse.Namespace) -> None:
-    from btx_nemo.launch.submit import submit
+def _plot(arguments: argparse.Namespace) -> None:
+    from btx_nemo.analysis.curves import plot
 
-    submit(
-        arguments.domains,
-        runs_dir=arguments.runs,
-        dry_run=arguments.dry_run,
-        local=arguments.local,
-        sbatch_options=arguments.sbatch,
-        overrides=arguments.passed_on,
-    )
+    plot(arguments.runs, arguments.out)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:

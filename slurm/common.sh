@@ -6,85 +6,111 @@
 #   BTX_RUNS         folder of all runs                        (runs/ in the current directory)
 #   BTX_SEED         the seed: a HF folder, or a run with hf/  ($BTX_RUNS/seed)
 #   BTX_DATA         prepared data                             ($BTX_RUNS/data)
-#   BTX_PYTHON       interpreter        (.venv/bin/python beside slurm/ if it is there, else python3)
+#   BTX_PYTHON       interpreter        (.venv/bin/python beside slurm/ if it is there, else python3; in a container python3)
 #   BTX_NPROC        ranks per node     (the GPUs of the node, 1 where there are none)
 #   BTX_CLI          one executable in place of `python -m btx_nemo`, started once per node; it starts its own ranks
 #   BTX_LOCAL=1      no Slurm step even inside a job
 #   BTX_MAX_RESTARTS requeues before a job gives up            (10)
 #   BTX_REQUEUE_ON_FAILURE=1  requeue after a crash too, not only before the time limit
+#   BTX_CONTAINER    image that the work runs in: what pyxis takes (docker://..., .sqsh), or a .sif for Apptainer
+#   BTX_CONTAINER_RUNTIME     pyxis or apptainer               (by the image's name)
+#   BTX_CONTAINER_MOUNTS      further mounts, SRC:DST,...      (runs, data, seed and these scripts are mounted always)
+#
+# Every script takes words (domains, a run), then --config-name=NAME, --config-path=DIR and KEY=VALUE for the command.
 
 STOP=""        # why the ranks were asked to stop: "" | limit | cancel
 STOP_SIGNAL="" # what the running step understands as that request
 STEP_PID=""    # the running step or process
+STAGE=""       # name of what this job makes: $RUNS/state/$STAGE.events tells its story
+JOB=""         # this job as scontrol and scancel know it
 NAGGER=""      # repeats the request
 # Without a trap USR1 would kill this shell. A trap only runs while bash waits: see btx_wait.
 trap 'btx_stop limit' USR1
 trap 'btx_stop cancel' TERM INT
+# shellcheck source=slurm/arguments.sh
+source "$(dirname "${BASH_SOURCE[0]}")/arguments.sh"
+# shellcheck source=slurm/devices.sh
+source "$(dirname "${BASH_SOURCE[0]}")/devices.sh"
 
 btx_log() { printf '[btx] %s %s\n' "$(date +%FT%T)" "$*"; }
 btx_die() { # code message
   printf '%s: %s\n' "${0##*/}" "$2" >&2
+  btx_event failed
   exit "$1"
 }
 
-btx_integer() { # name value: arithmetic on an unchecked string would run what it contains
-  [[ $2 =~ ^[0-9]{1,9}$ ]] || btx_die 2 "$1='$2' is not a whole number; set it to one, or unset it"
-  printf '%d' "$((10#$2))"
-}
-btx_check_domain() {
-  local LC_ALL=C # elsewhere a-z may hold capitals and accents
-  [[ $1 =~ ^[a-z][a-z0-9_-]*$ ]] ||
-    btx_die 2 "domain ${1@Q}: only a-z, 0-9, _ and - are allowed, a letter first; rename the domain"
-  [[ ! $1 =~ ^(seed|generalist|tokenizer|text)$ ]] || btx_die 2 "domain '$1': has another meaning; rename the domain"
-}
-btx_check_overrides() { # reserved-keys override...: the script decides these, and looks for DONE there
-  local key reserved=$1 override
-  shift
-  for override in "$@"; do
-    key=${override%%=*}
-    key=${key#"${key%%[!+~]*}"}
-    [[ " $reserved " != *" $key "* ]] ||
-      btx_die 2 "override ${override@Q}: this script sets $key itself; choose the folder with BTX_RUNS, or use btx-nemo directly"
-  done
-}
-btx_setting() { # key value: one override, spelled so that Hydra reads back exactly this string
-  local LC_ALL=C
-  if [[ $2 =~ ^[A-Za-z/.][A-Za-z0-9_/.-]*$ && ! ${2,,} =~ ^(null|true|false|nan|inf)$ ]]; then
-    printf '%s=%s' "$1" "$2"
-  else
-    printf "%s='%s'" "$1" "$2"
-  fi
-}
-btx_check_path() { # name path: what btx_setting cannot spell
-  [[ $2 != *[\'\\\$]* && $2 != *$'\n'* ]] ||
-    btx_die 2 "$1: the path ${2@Q} has a quote, a backslash, a dollar or a line break in it; use another folder"
+btx_event() { # what: one line in the story of this stage; a full disk does not end the job
+  [[ -z $STAGE ]] ||
+    printf '%(%s)T\t%s\t%s\t%s\t%s\n' -1 "$1" "${JOB:-local}" "$RESTARTS" "${SLURM_JOB_NODELIST:-$HOSTNAME}" \
+      2>/dev/null >>"$RUNS/state/$STAGE.events" || true
 }
 
-btx_setup() { # slurm-dir
-  local home
+btx_setup() { # slurm-dir stage
+  local home task
   home=$(cd "$1/.." && pwd)
   NODE_SCRIPT=$1/node.sh
   RUNS=${BTX_RUNS:-runs}
-  { mkdir -p -- "$RUNS" && RUNS=$(cd -- "$RUNS" && pwd); } 2>/dev/null ||
+  { mkdir -p -- "$RUNS/state" && RUNS=$(cd -- "$RUNS" && pwd); } 2>/dev/null ||
     btx_die 2 "BTX_RUNS: ${RUNS@Q} cannot be made or entered; set BTX_RUNS to a folder where you may write"
-  export BTX_RUNS=$RUNS BTX_DATA=${BTX_DATA:-$RUNS/data} BTX_SEED=${BTX_SEED:-$RUNS/seed} PYTHONUNBUFFERED=1
+  BTX_DATA=$(realpath -sm -- "${BTX_DATA:-$RUNS/data}") BTX_SEED=$(realpath -sm -- "${BTX_SEED:-$RUNS/seed}")
+  export BTX_RUNS=$RUNS BTX_DATA BTX_SEED PYTHONUNBUFFERED=1
   if [[ ! -f $BTX_SEED/config.json && -f $BTX_SEED/hf/config.json ]]; then BTX_SEED=$BTX_SEED/hf; fi
   btx_check_path BTX_RUNS "$RUNS"
   btx_check_path BTX_SEED "$BTX_SEED"
-  # A checkout runs its own code, whichever version is installed.
-  if [[ -f $home/btx_nemo/__main__.py ]]; then export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}; fi
-  PYTHON=${BTX_PYTHON:-}
-  if [[ -z $PYTHON && -x $home/.venv/bin/python ]]; then PYTHON=$home/.venv/bin/python; fi
-  PYTHON=${PYTHON:-python3}
-  CLI=("$PYTHON" -m btx_nemo)
-  if [[ -n ${BTX_CLI:-} ]]; then CLI=("$BTX_CLI"); fi
-  command -v -- "${CLI[0]}" >/dev/null ||
-    btx_die 3 "'${CLI[0]}' is not an executable; set BTX_PYTHON to the Python that has btx-nemo installed"
   MAX_RESTARTS=$(btx_integer BTX_MAX_RESTARTS "${BTX_MAX_RESTARTS:-10}")
   RESTARTS=$(btx_integer SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}")
   IN_SLURM=0
-  if [[ -n ${SLURM_JOB_ID:-} && ${BTX_LOCAL:-0} != 1 ]]; then IN_SLURM=1; fi
+  if [[ -n ${SLURM_JOB_ID:-} && ${BTX_LOCAL:-0} != 1 ]]; then
+    IN_SLURM=1
+    JOB=$(btx_integer SLURM_JOB_ID "$SLURM_JOB_ID")
+    # The id of one task of an array is, for one of them, that of the array: a signal to it would reach them all.
+    if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
+      JOB=$(btx_integer SLURM_ARRAY_JOB_ID "${SLURM_ARRAY_JOB_ID:-}")
+      task=$(btx_integer SLURM_ARRAY_TASK_ID "$SLURM_ARRAY_TASK_ID")
+      JOB+=_$task
+    fi
+  fi
+  STAGE=$2
+  btx_event start
+  # A checkout runs its own code, whichever version is installed.
+  if [[ -f $home/btx_nemo/__main__.py ]]; then export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}; fi
+  PYTHON=${BTX_PYTHON:-}
+  if [[ -z $PYTHON && -z ${BTX_CONTAINER:-} && -x $home/.venv/bin/python ]]; then PYTHON=$home/.venv/bin/python; fi
+  PYTHON=${PYTHON:-python3}
+  CLI=("$PYTHON" -m btx_nemo)
+  if [[ -n ${BTX_CLI:-} ]]; then CLI=("$BTX_CLI"); fi
+  [[ -n ${BTX_CONTAINER:-} ]] || command -v -- "${CLI[0]}" >/dev/null ||
+    btx_die 3 "'${CLI[0]}' is not an executable; set BTX_PYTHON to the Python that has btx-nemo installed"
+  btx_container "$home"
   btx_launcher
+}
+
+btx_container() { # home: sets IMAGE, options of srun for pyxis, and INSIDE, a command before the command for Apptainer
+  local image=${BTX_CONTAINER:-} folder mounts="" runtime=pyxis program
+  IMAGE=() INSIDE=()
+  [[ -n $image ]] || return 0
+  if [[ $image == *.sif ]]; then runtime=apptainer; fi
+  runtime=${BTX_CONTAINER_RUNTIME:-$runtime}
+  for folder in "$1" "$RUNS" "$BTX_DATA" "$BTX_SEED"; do
+    [[ -e $folder ]] || continue
+    [[ $folder != *[,:]* ]] || btx_die 2 "${folder@Q}: has a comma or a colon in it, and so cannot be mounted; use another folder"
+    mounts+=${mounts:+,}$folder:$folder
+  done
+  mounts+=${BTX_CONTAINER_MOUNTS:+,$BTX_CONTAINER_MOUNTS}
+  case $runtime in
+    pyxis)
+      ((IN_SLURM)) || btx_die 2 "BTX_CONTAINER: pyxis is a part of Slurm; without Slurm use a .sif image with Apptainer"
+      IMAGE=("--container-image=$image" "--container-mounts=$mounts" "--container-workdir=$RUNS" --no-container-mount-home)
+      ;;
+    apptainer)
+      program=$(command -v apptainer || command -v singularity) ||
+        btx_die 3 "BTX_CONTAINER: neither apptainer nor singularity is on PATH; load its module, or use pyxis"
+      INSIDE=("$program" exec --bind "$mounts" --pwd "$RUNS")
+      if [[ $(btx_count_gpus) != 0 ]]; then INSIDE+=(--nv); fi
+      INSIDE+=("$image")
+      ;;
+    *) btx_die 2 "BTX_CONTAINER_RUNTIME='$runtime': unknown; known: pyxis, apptainer" ;;
+  esac
 }
 
 btx_launcher() { # sets RANKS, the command that starts the ranks of one node, and STEP, what places it on the nodes
@@ -95,6 +121,8 @@ btx_launcher() { # sets RANKS, the command that starts the ranks of one node, an
   STEP=() RANKS=("${CLI[@]}")
   if ((!IN_SLURM)); then
     btx_log "on this machine, $nproc rank(s)"
+    # What runs here ends with this script, however that ends. In a job Slurm sees to it.
+    if setpriv --help 2>/dev/null | grep -q -e --pdeathsig; then STEP=(setpriv --pdeathsig TERM --); fi
     if ((nproc > 1)) && [[ -z ${BTX_CLI:-} ]]; then
       LOCAL_AGENT=1
       RANKS=("$PYTHON" -m torch.distributed.run --standalone "--nproc-per-node=$nproc" -m btx_nemo)
@@ -109,13 +137,13 @@ btx_launcher() { # sets RANKS, the command that starts the ranks of one node, an
   MASTER_ADDR=${host%%$'\n'*} MASTER_PORT=$((20000 + job % 10000))
   export MASTER_ADDR MASTER_PORT
   if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-  STEP=(srun --kill-on-bad-exit=1)
+  STEP=(srun --kill-on-bad-exit=1 "${IMAGE[@]}")
   EVERY_NODE=("--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1)
   if [[ -z ${BTX_CLI:-} ]]; then
     RANKS=("$PYTHON" -m torch.distributed.run "--nnodes=$nodes" "--nproc-per-node=$nproc" --rdzv-backend=c10d
       "--rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT" "--rdzv-id=$job.$RESTARTS" -m btx_nemo)
   fi
-  btx_log "job $job, restart $RESTARTS of $MAX_RESTARTS, $nodes node(s) x $nproc rank(s), meeting at $MASTER_ADDR:$MASTER_PORT"
+  btx_log "job $JOB, restart $RESTARTS of $MAX_RESTARTS, $nodes node(s) x $nproc rank(s), meeting at $MASTER_ADDR:$MASTER_PORT"
 }
 
 btx_count_gpus() {
@@ -133,21 +161,37 @@ btx_count_gpus() {
   fi
 }
 
+btx_helper() { # arguments...: our own command on this node, and in a step only where a container asks for one
+  local -a place=("${STEP[@]}")
+  if ((IN_SLURM)); then
+    if ((${#IMAGE[@]} + ${#INSIDE[@]})); then place+=(--nodes=1 --ntasks=1); else place=(); fi
+  fi
+  STOP_SIGNAL=TERM
+  btx_wait "${place[@]}" "${INSIDE[@]}" "$PYTHON" -m btx_nemo "$@"
+}
+btx_begin() { # out done name=folder...: records what `out` is made of; one made of something else is put aside
+  local rc=0 out=$1 done_path=$2
+  shift 2
+  btx_helper stage "$RUNS" "$STAGE" "$out" "$@" -- "${CONFIG[@]}" "${OVERRIDES[@]}" || rc=$?
+  if ((rc)); then btx_finish "$rc" ""; fi
+  if [[ -e $done_path ]]; then btx_finish 0 "$done_path"; fi
+}
 btx_ranks() { # arguments of the command...: on every node, stopped by USR1
   STOP_SIGNAL=USR1
   if ((IN_SLURM)); then
-    btx_wait "${STEP[@]}" "${EVERY_NODE[@]}" bash "$NODE_SCRIPT" "${RANKS[@]}" "$@"
+    btx_wait "${STEP[@]}" "${EVERY_NODE[@]}" "${INSIDE[@]}" bash "$NODE_SCRIPT" "${RANKS[@]}" "$@"
   else
     STOP_SIGNAL=TERM
-    btx_wait "${RANKS[@]}" "$@"
+    btx_tune "$PYTHON" "$@"
+    btx_wait "${STEP[@]}" "${INSIDE[@]}" "${RANKS[@]}" "$@"
   fi
 }
 btx_one() { # arguments of the command...: one process; it cannot save half of its work, so a stop ends it
   STOP_SIGNAL=TERM
   if ((IN_SLURM)); then
-    btx_wait "${STEP[@]}" --nodes=1 --ntasks=1 "${CLI[@]}" "$@"
+    btx_wait "${STEP[@]}" --nodes=1 --ntasks=1 "${INSIDE[@]}" "${CLI[@]}" "$@"
   else
-    btx_wait "${CLI[@]}" "$@"
+    btx_wait "${STEP[@]}" "${INSIDE[@]}" "${CLI[@]}" "$@"
   fi
 }
 btx_wait() { # command...: in the background, because bash runs no trap while a foreground command runs
@@ -182,40 +226,52 @@ btx_forward() { # passes the request on to the running step
     fi
   elif [[ $STOP == limit && -z $NAGGER ]]; then # on a cancel Slurm signals the ranks itself
     # Signalling srun instead would have it SIGKILL its tasks. A rank that is still importing misses the signal: repeat.
-    (while scancel --signal="$STOP_SIGNAL" "$SLURM_JOB_ID"; do sleep 20; done) >/dev/null 2>&1 &
+    # So does a controller that is away for a while.
+    (while kill -0 "$STEP_PID"; do scancel --signal="$STOP_SIGNAL" "$JOB" && sleep 15; sleep 5; done) >/dev/null 2>&1 &
     NAGGER=$!
   fi
 }
 
 btx_finish() { # rc done-path: what is on disk decides, never the exit status (torchrun's is 1 after a good save)
   local rc=$1
-  if [[ -e $2 ]]; then
+  if [[ -n $2 && -e $2 ]]; then
     btx_log "done: $2"
+    btx_event 'done'
     exit 0
   fi
   if [[ $rc == 0 && -z $STOP ]]; then
     btx_die 1 "the command ended without an error, but $2 is missing; look at the log above"
   fi
-  if ((IN_SLURM)) && [[ $STOP == limit || (-z $STOP && ${BTX_REQUEUE_ON_FAILURE:-0} == 1) ]]; then
+  # 2 and 3 say that the input or the installation is wrong: that is so the next time too.
+  if ((IN_SLURM)) && [[ $STOP == limit || (-z $STOP && $rc != [23] && ${BTX_REQUEUE_ON_FAILURE:-0} == 1) ]]; then
     btx_requeue
   fi
   if [[ -n $STOP ]]; then
     btx_log "stopped before the end: the same command goes on from the last checkpoint"
+    btx_event stopped
     exit 75
   fi
-  btx_log "failed with status $rc: $2 was not written" >&2
+  btx_log "failed with status $rc${2:+: $2 was not written}" >&2
+  btx_event failed
   exit "$((rc > 0 ? rc : 1))"
 }
 btx_requeue() { # before the job ends: a dependency that has failed is not revived by a later requeue
+  local try
   if ((RESTARTS >= MAX_RESTARTS)); then
     btx_log "not requeued: $RESTARTS restarts, BTX_MAX_RESTARTS=$MAX_RESTARTS" >&2
     return 0
   fi
   btx_log "requeue $((RESTARTS + 1)) of $MAX_RESTARTS"
+  btx_event requeue
   trap 'exit 75' TERM
-  if scontrol requeue "$SLURM_JOB_ID"; then
-    sleep 120 & # Slurm ends the job meanwhile
+  for ((try = 0; try < 12; try++)); do # a controller that is being restarted is back in a minute
+    if scontrol requeue "$JOB"; then
+      sleep 120 & # Slurm ends the job meanwhile
+      wait $! || true
+      break
+    fi
+    sleep 5 &
     wait $! || true
-  fi
+  done
   btx_log "the requeue was refused" >&2
 }

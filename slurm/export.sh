@@ -9,8 +9,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.out
-# export.sh [overrides...]: writes the trained mixture of $BTX_RUNS/joint as a Hugging Face folder, $BTX_RUNS/export.
-#   sbatch slurm/export.sh
+# export.sh [joint|router] [overrides...]: writes the trained mixture of $BTX_RUNS/joint (or router) as a Hugging Face
+# folder, $BTX_RUNS/export. An export of an earlier training that is there is put aside, into $BTX_RUNS/stale.
+#   sbatch slurm/export.sh dtype=bfloat16
 #   bash slurm/export.sh
 set -euo pipefail
 
@@ -22,17 +23,15 @@ fi
 # shellcheck source=slurm/common.sh
 source "$here/common.sh"
 
-btx_check_overrides "in out" "$@"
-btx_setup "$here"
+btx_arguments "in out" "$@"
+btx_one_of "training" "${WORDS[0]-joint}" joint router
+((${#CONFIG[@]} == 0)) || btx_die 2 "${CONFIG[0]@Q}: an export has no configuration"
+btx_setup "$here" export
 
-joint=$RUNS/joint out=$RUNS/export
-if [[ $joint/DONE -nt $out && -e $out ]]; then
-  btx_die 2 "$out is older than the training of $joint; remove it and export again"
-fi
-if [[ ! -e $out ]]; then # `export` renames the folder into place when it is whole
-  [[ -e $joint/DONE ]] || btx_die 2 "$joint/DONE is missing: the mixture is not trained; run mix.sh first"
-  btx_log "export into $out"
-  rc=0
-  btx_one export "in=$joint" "out=$out" "$@" || rc=$?
-fi
-btx_finish "${rc:-0}" "$out"
+run=${WORDS[0]-joint} out=$RUNS/export
+[[ -e $RUNS/$run/DONE ]] || btx_die 2 "$RUNS/$run/DONE is missing: the mixture is not trained; run train_mix.sh first"
+btx_begin "$out" "$out" "$run=$RUNS/$run" # `export` renames the folder into place when it is whole
+btx_log "export into $out"
+rc=0
+btx_one export "in=$RUNS/$run" "out=$out" "${OVERRIDES[@]}" || rc=$?
+btx_finish "$rc" "$out"

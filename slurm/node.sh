@@ -7,6 +7,9 @@ set -euo pipefail
 
 stopped=0
 trap 'stopped=1' USR1 TERM
+# shellcheck source=slurm/devices.sh
+source "$(dirname "${BASH_SOURCE[0]}")/devices.sh"
+btx_tune "$@"
 (
   trap '' USR1
   exec "$@"

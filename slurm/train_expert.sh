@@ -10,10 +10,13 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.out
-# train_expert.sh <domain> [overrides...]: trains the specialist of one domain into $BTX_RUNS/expert-<domain>.
-#   sbatch slurm/train_expert.sh math layout.tp=2      on a cluster; sbatch options go before the script
-#   bash slurm/train_expert.sh math                    on this machine
-# The same command again resumes; it does nothing once DONE is there. BTX_CONFIG names the configuration (expert).
+# train_expert.sh <domain> [--config-name=NAME] [overrides...]: trains the specialist of one domain into
+# $BTX_RUNS/expert-<domain>, from $BTX_SEED.
+#   sbatch slurm/train_expert.sh math layout.tp=2            on a cluster; sbatch options go before the script
+#   sbatch --array=0-2 slurm/train_expert.sh math code prose an array: each task trains the domain of its number
+#   bash slurm/train_expert.sh math                          on this machine
+# <domain>.<stage> goes into $BTX_RUNS/expert-<domain>.<stage>: something to start the expert from, with init_from.
+# The same command again resumes; it does nothing once DONE is there. The configuration is conf/train/expert.yaml.
 # Site settings: SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT, and SBATCH_GRES: "gpu:4", or
 # "none" on nodes without GPUs and where GPUs are asked for in another way (--gpus-per-node adds to --gres).
 set -euo pipefail
@@ -26,18 +29,25 @@ fi
 # shellcheck source=slurm/common.sh
 source "$here/common.sh"
 
-(($#)) || btx_die 2 "no domain; usage: train_expert.sh <domain> [overrides...]"
-domain=$1
-shift
-btx_check_domain "$domain"
-btx_check_overrides "domain out" "$@"
-btx_setup "$here"
-
-out=$RUNS/expert-$domain
-if [[ ! -e $out/DONE ]]; then
-  btx_log "expert $domain into $out"
-  rc=0
-  settings=("$(btx_setting domain "$domain")" "$(btx_setting out "$out")" export=true)
-  btx_ranks train --config-name "${BTX_CONFIG:-expert}" "${settings[@]}" "$@" || rc=$?
+btx_arguments "domain out" "$@"
+((${#WORDS[@]})) || btx_die 2 "no domain; usage: train_expert.sh <domain> [--config-name=NAME] [overrides...]"
+for word in "${WORDS[@]}"; do btx_check_expert "$word"; done
+index=0
+if [[ -n ${SLURM_ARRAY_TASK_ID:-} && ${BTX_LOCAL:-0} != 1 ]]; then
+  index=$(btx_integer SLURM_ARRAY_TASK_ID "$SLURM_ARRAY_TASK_ID")
+elif ((${#WORDS[@]} > 1)); then
+  btx_die 2 "${#WORDS[@]} domains; name one, or submit an array: sbatch --array=0-$((${#WORDS[@]} - 1))"
 fi
-btx_finish "${rc:-0}" "$out/DONE"
+((index < ${#WORDS[@]})) || btx_die 2 "array task $index, but there are ${#WORDS[@]} domains; submit --array=0-$((${#WORDS[@]} - 1))"
+expert=${WORDS[index]}
+btx_setup "$here" "expert-$expert"
+btx_config expert
+
+out=$RUNS/expert-$expert
+from=$(btx_override init_from)
+btx_begin "$out" "$out/DONE" "from=${from:-$BTX_SEED}"
+btx_log "expert $expert into $out"
+rc=0
+settings=("$(btx_setting domain "${expert%%.*}")" "$(btx_setting out "$out")" export=true)
+btx_ranks train "${CONFIG[@]}" "${settings[@]}" "${OVERRIDES[@]}" || rc=$?
+btx_finish "$rc" "$out/DONE"

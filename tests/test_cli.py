@@ -15,13 +15,30 @@ from btx_testing.runs import TinyWorld, logged_step
 
 from btx_nemo.cli import _parser, main
 
-COMMANDS = ("doctor", "prepare-data", "train", "mix", "import", "export", "inspect", "verify", "submit", "demo")
+LAUNCH = ("submit", "status", "logs", "cancel", "stage", "losses")
+COMMANDS = (
+    "doctor",
+    "prepare-data",
+    "train",
+    "mix",
+    "import",
+    "export",
+    "inspect",
+    "verify",
+    *LAUNCH,
+    "plan",
+    "plot",
+    "demo",
+)
 WRONG = [
     ([], "required: COMMAND"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),
     (["train"], "required: --config-name"),
     (["train", "--config-name", "nope"], "--config-name nope: not in"),
-    (["train", "--config-name", "_base"], "known: expert, mix, mix_frozen, tiny_expert, tiny_mix, tiny_seed"),
+    (
+        ["train", "--config-name", "_base"],
+        "known: expert, mix, mix_frozen, router, tiny_expert",
+    ),
     (["train", "--config-path", "nowhere", "--config-name", "x"], "known: none"),
     (["train", "--config-name", "expert", "--nope"], "unrecognized arguments: --nope"),
     (["train", "--config-name", "expert"], "domain is required; give domain=VALUE"),

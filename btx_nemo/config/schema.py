@@ -103,7 +103,7 @@ class TrainConfig:
     """One training run."""
 
     stage: str
-    """expert (dense, one domain) or mix (a mixture, all domains)."""
+    """expert (dense, one domain), mix (a mixture, all domains) or router (a mixture's routers)."""
     out: str
     """Run directory."""
     init_from: str | None = None
@@ -136,6 +136,8 @@ class TrainConfig:
     """Losses on the routing, for a mixture."""
     freeze: list[str] = field(default_factory=list)
     """Patterns over Megatron parameter names that stay as they are, e.g. "*.mlp.experts.*"; each must match."""
+    train: list[str] = field(default_factory=list)
+    """Patterns of the only parameters that train, e.g. "*.mlp.router.*"; each must match. Empty: all but `freeze`."""
     eval_every: int = 0
     """Steps between validations; there is always one before the first step and one after the last."""
     eval_batches: int = 8

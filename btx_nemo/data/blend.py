@@ -187,25 +187,18 @@ def build_datasets(
     for domain in shares:
         _need_tokens(open_indexed(data_path / domain / "train"), seq_length=1)
     train = _build(0, prefixes, list(shares.values()), train_samples, random_seed=seed, **common)
-    valid = {}
-    for domain in validation:
-        indexed = open_indexed(data_path / domain / "valid")
-        _need_tokens(indexed, seq_length=1)
-        # A short set keeps its last, padded sequence; a long one must not: Megatron counts those in single precision.
-        drop_last = indexed.num_tokens > seq_length
-        valid[domain] = _head(
-            _build(
-                1,
-                [str(data_path / domain / "valid")],
-                None,
-                None,
-                random_seed=_VALIDATION_SEED,
-                drop_last_partial_validation_sequence=drop_last,
-                **common,
-            ),
-            valid_samples,
-        )
-    return train, valid
+    return train, {
+        domain: _head(_validation_set(data_path / domain / "valid", common), valid_samples) for domain in validation
+    }
+
+
+def _validation_set(prefix: Path, common: dict[str, Any]) -> Any:
+    indexed = open_indexed(prefix)
+    _need_tokens(indexed, seq_length=1)
+    # A short set keeps its last, padded sequence; a long one must not: Megatron counts those in single precision.
+    drop_last = indexed.num_tokens > common["sequence_length"]
+    settings = {**common, "random_seed": _VALIDATION_SEED, "drop_last_partial_validation_sequence": drop_last}
+    return _build(1, [str(prefix)], None, None, **settings)
 
 
 def _need_tokens(indexed: IndexedFile, *, seq_length: int) -> None:

@@ -17,7 +17,7 @@ from btx_nemo.checkpoints.files import read_json, write_json
 from btx_nemo.config.domains import check_domain
 from btx_nemo.data.encode import Encoded, Job, encode_all
 from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
-from btx_nemo.data.tokenizer import keep_tokenizer, load_encoder, tokenizer_hash
+from btx_nemo.data.tokenizer import Encoder, keep_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
 from btx_nemo.plan.progress import byte_progress
 from btx_nemo.plan.workers import default_workers
@@ -73,11 +73,7 @@ def prepare_data(
     """
     out_dir = Path(out_dir)
     _check_arguments(domain, workers, validation_fraction, out_dir / domain, overwrite)
-    encoder = load_encoder(tokenizer, eod_token=eod_token)
-    if append_eod and encoder.eod_id is None:
-        raise UserError(
-            f"--tokenizer {tokenizer}: no end-of-document token in it; name one with --eod-token, or --no-eod"
-        )
+    encoder = _load_encoder(tokenizer, eod_token, append_eod)
     sources = find_sources(inputs, pattern)
     validation = _validation_sources(validation_inputs, sources, pattern)
     job = Job(
@@ -98,13 +94,7 @@ def prepare_data(
             counts = _write(scratch, zip(tasks, results), job.dtype, advance)
         _check_counts(counts, inputs, validation_fraction)
         meta = {
-            "format": FORMAT,
-            "domain": domain,
-            "tokenizer_sha256": tokenizer_hash(tokenizer),
-            "vocab_size": encoder.vocab_size,
-            "eod_id": encoder.eod_id,
-            "append_eod": append_eod,
-            "token_dtype": job.dtype,
+            **_describe(domain, job, encoder),
             "validation_fraction": None if validation is not None else validation_fraction,
             **counts,
             "sources": [{"path": _source_name(source.path, out_dir), "bytes": source.size} for source in every],
@@ -112,6 +102,28 @@ def prepare_data(
         keep_tokenizer(tokenizer, out_dir / "tokenizer")
         write_json(scratch / "meta.json", meta)
     return meta
+
+
+def _load_encoder(tokenizer: Path, eod_token: str | None, append_eod: bool) -> Encoder:
+    encoder = load_encoder(tokenizer, eod_token=eod_token)
+    if append_eod and encoder.eod_id is None:
+        raise UserError(
+            f"--tokenizer {tokenizer}: no end-of-document token in it; name one with --eod-token, or --no-eod"
+        )
+    return encoder
+
+
+def _describe(domain: str, job: Job, encoder: Encoder) -> dict[str, Any]:
+    """What meta.json says of the tokens."""
+    return {
+        "format": FORMAT,
+        "domain": domain,
+        "tokenizer_sha256": tokenizer_hash(job.tokenizer),
+        "vocab_size": encoder.vocab_size,
+        "eod_id": encoder.eod_id,
+        "append_eod": job.append_eod,
+        "token_dtype": job.dtype,
+    }
 
 
 def _source_name(path: Path, out_dir: Path) -> str:

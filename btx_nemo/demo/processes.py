@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from btx_nemo.errors import BtxError, UserError
+from btx_nemo.launch.processes import end_with_parent
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,12 @@ def run_all(processes: Sequence[TrainProcess], logs: Path, watch: Callable[[Mapp
         for process in processes:
             with (logs / f"{process.name}.log").open("w") as log:
                 running[process.name] = subprocess.Popen(
-                    process.command(), stdout=log, stderr=log, env=environment, start_new_session=True
+                    process.command(),
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=end_with_parent(),
                 )
         while True:
             codes = {name: handle.poll() for name, handle in running.items()}

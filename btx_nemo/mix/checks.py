@@ -177,4 +177,5 @@ def facts(config: MixConfig, options: Any) -> dict[str, Any]:
         "dtype": config.dtype,
         "vocab_policy": config.vocab_policy,
         "experts": {name: str(Path(path)) for name, path in config.experts.items()},
+        "missing": list(config.missing),
     }

@@ -49,6 +49,8 @@ class MixConfig:
     """Bytes of one safetensors shard, at most."""
     workers: int | None = None
     """Threads; None: two per CPU, at most eight."""
+    missing: list[str] = field(default_factory=list)
+    """Specialists that were meant to be in it and are not (`submit --allow-missing`); the manifest names them."""
     options: dict[str, Any] = field(default_factory=dict)
     """The recipe's own settings: the fields of its `Options`; on the command line they stand beside the others."""
 

@@ -37,23 +37,30 @@ def _global_name(gpt: torch.nn.Module, name: str) -> str:
     return _LAYER.sub(str(layer.layer_number - 1), name)
 
 
-def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
+def freeze(model: torch.nn.Module, patterns: Sequence[str], *, but: Sequence[str] = ()) -> list[str]:
     """Turns gradients off for every parameter whose global name a pattern matches; returns these on this rank.
+
+    With patterns in `but`, those that none of them matches are frozen as well: only what they name trains.
 
     Call before the model is wrapped, so that frozen parameters get no gradient buffer, no optimizer state and no weight
     decay. Raises UserError on all ranks for a pattern that matches nothing on any, and when nothing at all would train.
     """
     names = global_names(model)
-    frozen = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    hits = [sum(fnmatch.fnmatchcase(name, pattern) for name in names) for pattern in patterns]
+    frozen = [name for name in names if _matches(name, patterns) or (but and not _matches(name, but))]
+    every = [("freeze", pattern) for pattern in patterns] + [("train", pattern) for pattern in but]
+    hits = [sum(fnmatch.fnmatchcase(name, pattern) for name in names) for _, pattern in every]
     counts = torch.tensor([*hits, len(names) - len(frozen)], dtype=torch.int64, device=device())
     dist.all_reduce(counts)
     *hits, left = counts.tolist()
-    for pattern, count in zip(patterns, hits):
+    for (key, pattern), count in zip(every, hits):
         if count == 0:
-            raise UserError(f"freeze: {pattern!r} matches no parameter; names look like {next(iter(names))!r}")
+            raise UserError(f"{key}: {pattern!r} matches no parameter; names look like {next(iter(names))!r}")
     if left == 0:
         raise UserError(f"freeze: {list(patterns)} leaves nothing to train; drop a pattern")
     for name in frozen:
         names[name].requires_grad_(False)
     return frozen
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -26,6 +26,7 @@ from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
 
+STAGES = ("expert", "mix", "router")
 MAY_CHANGE = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "out", "recompute")
 """Keys that a resumed run may change: none of them changes what is computed."""
 
@@ -42,8 +43,8 @@ class Prepared:
 
 def prepare(config: TrainConfig) -> Prepared:
     """Checks the whole configuration against the model, the data, the ranks and the run directory."""
-    if config.stage not in ("expert", "mix"):
-        raise UserError(f"stage={config.stage}: unknown; known: expert, mix")
+    if config.stage not in STAGES:
+        raise UserError(f"stage={config.stage}: unknown; known: {', '.join(STAGES)}")
     if config.precision not in DTYPES:
         raise UserError(f"precision={config.precision}: unknown; known: {', '.join(DTYPES)}")
     if config.recompute not in ("none", "full"):
@@ -102,8 +103,10 @@ def _check_stage(config: TrainConfig, source: ModelSource) -> None:
             raise UserError(f"router.losses.{name}: no such loss; known: {', '.join(LOSSES)}")
     if config.stage == "expert" and moe is not None:
         raise UserError(f"stage=expert trains a dense model, but {config.init_from} has {moe.num_experts} experts")
-    if config.stage == "mix" and moe is None:
-        raise UserError(f"stage=mix trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix")
+    if config.stage != "expert" and moe is None:
+        raise UserError(
+            f"stage={config.stage} trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix"
+        )
     if moe is not None:
         router_class(moe.router).check_training(source.model, config.router)
     if config.export:

@@ -25,8 +25,8 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         source.model, config.layout, precision=config.precision, router=config.router, recompute=config.recompute
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
-    if config.freeze:
-        freeze(gpt, config.freeze)
+    if config.freeze or config.train:
+        freeze(gpt, config.freeze, but=config.train)
     transformer_config = gpt.config
     module = gpt
     if config.precision == "bf16":

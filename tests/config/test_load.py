@@ -14,11 +14,14 @@ from btx_nemo.config.build import build
 from btx_nemo.config.load import conf_dir, load, save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
+from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.mix.config import read_config
 from btx_nemo.mix.recipes.base import RECIPES, get_recipe
 
+CLASSES = {"train": TrainConfig, "submit": PipelineConfig}
 REQUIRED = {
     "expert": ["domain=math"],
+    "router": ["steps=1"],
     "tiny_expert": ["domain=math"],
     **{name: ["out=o"] for name in ("sparse_upcycling", "nvidia_upcycling", "drop_upcycling", "from_scratch")},
     **{name: ["experts.math=m", "out=o"] for name in ("btx", "divmoe", "two_expert", "flexolmo", "bar", "bam")},
@@ -42,7 +45,7 @@ def train(*overrides: str, name: str = "tiny_mix") -> TrainConfig:
 
 
 def built(command: str, values: dict[str, Any], name: str) -> object:
-    return read_config(values, name) if command == "mix" else build(TrainConfig, values, where=name)
+    return read_config(values, name) if command == "mix" else build(CLASSES[command], values, where=name)
 
 
 @pytest.mark.parametrize("name", [name for command, name in FILES if command == "mix"])
@@ -211,7 +214,7 @@ def test_a_file_without_end_is_an_error(tmp_path: Path, text: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="known: expert, mix, mix_frozen, tiny_expert, tiny_mix, tiny_seed"):
+    with pytest.raises(UserError, match="known: expert, mix, mix_frozen, router, tiny_expert, tiny_mix, tiny_router"):
         load("train", "nope", [])
     with pytest.raises(UserError, match="known: none"):
         load("train", "nope", [], str(tmp_path))

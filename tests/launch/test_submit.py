@@ -1,147 +1,270 @@
-"""`submit`: the printed script against a golden one, what is skipped, what is refused, and the run without Slurm."""
+"""`submit`: the printed scripts against golden ones, what is left out or refused, and the run without Slurm."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
-from btx_testing.commands import CommandServer
-from btx_testing.mixing import SMALL
+from btx_testing.commands import CommandServer, wait_until
+from btx_testing.mixing import SMALL, make_models, mix_arguments
 from btx_testing.models import make_llama
+from btx_testing.runs import TinyWorld, logged_step
 from btx_testing.tensors import load_folder, same_bits
 
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
+from btx_nemo.launch import slurm
 from btx_nemo.launch import submit as module
-from btx_nemo.launch.submit import plan, scripts_dir, submit
+from btx_nemo.launch.submit import submit
 
 REPO = Path(__file__).resolve().parents[2]
-FAKE = REPO / "tests" / "slurm" / "fake_btx.py"
-
-GOLDEN = """\
-set -e
-export BTX_RUNS='{runs}'
-export BTX_PYTHON=/opt/python
-mkdir -p '{runs}/logs'
-job1=$(sbatch --parsable --export=ALL --job-name=btx-expert-math '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
-{slurm}/train_expert.sh math steps=10 'note=it'"'"'s $(x)')
-echo "btx-expert-math $job1"
-job2=$(sbatch --parsable --export=ALL --job-name=btx-expert-code-py '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
-{slurm}/train_expert.sh code-py steps=10 'note=it'"'"'s $(x)')
-echo "btx-expert-code-py $job2"
-job3=$(sbatch "--dependency=afterok:$job1:$job2" --kill-on-invalid-dep=yes --parsable --export=ALL \
---job-name=btx-mix '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
-{slurm}/mix.sh math code-py -- 'note=it'"'"'s $(x)' layout.ep=2)
-echo "btx-mix $job3"
-job4=$(sbatch "--dependency=afterok:$job3" --kill-on-invalid-dep=yes --parsable --export=ALL \
---job-name=btx-export '--output={runs}/logs/%x_%j.out' --time=12:00:00 \
-{slurm}/export.sh)
-echo "btx-export $job4"
-"""
+GOLDEN = Path(__file__).parent / "golden"
+PIPELINES = {
+    "alike": ["math", "code-py", "expert.set.steps=10", "expert.gpus=4", "joint.set.layout.ep=2"],
+    "different": [
+        *("math", "code", "experts.math.nodes=4", "experts.math.set.optim.lr=5e-5", "experts.code.time='08:00:00'"),
+        *("experts.code.stages.mid.set.steps=7", "mix.set.top_k=1", "train=[router,joint]", "joint.set.note='a $(x)'"),
+    ],
+    "tiny": [],
+}
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runs folder with a seed and a space in its name, the stand-in for the command, and no sbatch on PATH."""
-    for name in [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "BTX_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("BTX_CLI", str(FAKE))
-    monkeypatch.setattr(module, "has_slurm", lambda: False)
-    folder = tmp_path / "my runs"
-    (folder / "seed").mkdir(parents=True)
-    return folder
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Stage -> what `submit` printed of it last."""
+    return {stage: rest for stage, _, rest in (line.partition(": ") for line in capsys.readouterr().out.splitlines())}
 
 
-def finish(run: Path) -> None:
-    run.mkdir(parents=True)
-    (run / "DONE").touch()
-
-
-def test_printed_script_is_the_golden_one(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", PIPELINES)
+def test_printed_scripts_are_the_golden_ones(
+    name: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
-    overrides = ["expert:steps=10", "note=it's $(x)", "mix:layout.ep=2"]
-    submit(["math", "code-py"], sbatch_options=["--time=12:00:00"], overrides=overrides, runs_dir=runs, dry_run=True)
-    assert capsys.readouterr().out == GOLDEN.format(runs=runs, slurm=REPO / "slurm")
+    config = "pipeline_tiny" if name == "tiny" else "pipeline"
+    options = {"runs": runs, "config_name": config, "dry_run": True, "allow_missing": name == "different"}
+    submit(PIPELINES[name], sbatch_options=["--partition=gpu"], **options)
+    printed = capsys.readouterr().out.replace(str(runs), "{runs}").replace(str(REPO / "slurm"), "{slurm}")
+    golden = GOLDEN / f"{name}.sh"
+    if os.environ.get("WRITE_GOLDEN"):
+        golden.write_text(printed)
+    assert printed == golden.read_text()
     assert [p.name for p in runs.iterdir()] == ["seed"]
-
-
-def test_what_is_done_is_left_out(runs: Path) -> None:
-    def names() -> list[str]:
-        return [f"{job.name}<{','.join(job.after)}" for job in plan(["math", "code"], runs=runs, scripts=scripts_dir())]
-
-    finish(runs / "expert-math")
-    assert names() == ["btx-expert-code<", "btx-mix<btx-expert-code", "btx-export<btx-mix"]
-    finish(runs / "expert-code")
-    assert names() == ["btx-mix<", "btx-export<btx-mix"]
-    finish(runs / "joint")
-    assert names() == ["btx-export<"]
-    (runs / "export").mkdir()
-    assert names() == []
 
 
 @pytest.mark.parametrize("domain", ["a/b", "a b", "$(touch x)", "", "-x", "A", "ä", "a\n", "3d", "seed"])
 def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
     with pytest.raises(UserError, match="rename the domain"):
-        submit(["math", domain], runs_dir=runs)
+        submit(["math", domain], runs=runs)
 
 
-@pytest.mark.parametrize("script", ["train_expert.sh", "mix.sh"])
-def test_the_scripts_say_in_one_line_what_is_wrong(script: str, runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for domain, folder, message in (
-        ("a\nb", runs, r"domain $'a\nb': only a-z"),
-        ("text", runs, "domain 'text': has another meaning"),
-        ("math", tmp_path / "file/runs", f"BTX_RUNS: '{tmp_path}/file/runs' cannot be made or entered; set BTX_RUNS"),
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no domain; name at least one"),
+        (["math", "math"], "'math' is named twice"),
+        (["math", "experts.A={}"], "'A': only a-z"),
+        (["math", "until=lunch"], "until=lunch: unknown; known: experts, mix, train, export, eval"),
+        (["math", "train=[joint,router]"], "must be .joint., .router. or .router,joint."),
+        (["math", "nope=1"], "unknown key nope"),
+        (["math", "experts.math.nodez=1"], "unknown key experts.math.nodez"),
+        (["math", "experts.math.stages.A={}"], "'A': only a-z.*rename the stage"),
+        (["math", "eval.set.x=1"], "neither config nor set"),
+        (["math", "data='/a$b'"], "has a quote, a backslash, a dollar"),
+        (["math", "local_jobs=0"], "local_jobs=0: must be 1 or more"),
+        (["math", "seed=/s", "seed_training={}"], "give one of them"),
+        (["math", "data=/s", "demo_data=true"], "give one of them"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(words: list[str], message: str, runs: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        submit(words, runs=runs)
+    assert [p.name for p in runs.iterdir()] == ["seed"]
+
+
+def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BTX_CLI")
+    submit([], config_name="pipeline_tiny", runs=runs, dry_run=True)
+    for word, message in (
+        ("expert.config=nope", "expert-math: --config-name nope: not in .*; known: expert"),
+        ("experts.code.set.optim.lr=fast", "expert-code: train/expert.yaml: optim.lr must be float"),
+        ("joint.set.layout.tpp=2", "joint: train/mix.yaml: unknown key layout.tpp"),
+        ("mix.set.top_k=two", "mix: mix/btx.yaml: top_k must be int"),
     ):
-        environment = {**os.environ, "BTX_RUNS": str(folder), "BTX_LOCAL": "1"}
-        command = ["bash", str(REPO / "slurm" / script), domain]
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
-        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1), ended.stderr
-        assert message in ended.stderr
+        with pytest.raises(UserError, match=message):
+            submit(["math", "code", word], runs=runs)
 
 
-def test_no_domain_a_repeated_one_and_missing_scripts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no domain"):
-        submit([], runs_dir=runs)
-    with pytest.raises(UserError, match="named twice"):
-        submit(["math", "math"], runs_dir=runs)
+def test_missing_scripts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "__file__", str(runs / "a" / "b" / "c.py"))
     with pytest.raises(EnvironmentLacks, match="install btx-nemo again"):
-        submit(["math"], runs_dir=runs)
+        submit(["math"], runs=runs)
 
 
-def test_whole_pipeline_here_and_again(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    submit(["math", "code"], runs_dir=runs)
-    assert json.loads((runs / "export" / "config.json").read_text())["in"] == f"{runs}/joint"
-    mix = json.loads((runs / "mix" / "config.json").read_text())
+def test_whole_pipeline_here_and_again(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(["math", "code", "local_jobs=2"], runs=runs)
+    assert json.loads((runs / "export" / "manifest.json").read_text())["in"] == f"{runs}/joint"
+    mix = json.loads((runs / "mix" / "manifest.json").read_text())
     assert (mix["experts.math"], mix["experts.code"]) == (f"{runs}/expert-math/hf", f"{runs}/expert-code/hf")
-    capfd.readouterr()
-    submit(["math", "code"], runs_dir=runs)
-    assert "nothing to do" in capfd.readouterr().out
+    capsys.readouterr()
+    submit(["math", "code"], runs=runs)
+    assert set(said(capsys).values()) == {"done"}
     assert len((runs / "joint" / "starts.jsonl").read_text().splitlines()) == 1
 
 
-def test_settings_of_the_export_arrive_at_the_command(tmp_path: Path, commands: CommandServer) -> None:
+def test_an_expert_added_or_trained_again_makes_stale_only_what_it_is_in(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def went(*words: str, redo: tuple[str, ...] = ()) -> dict[str, str]:
+        """Stage -> why it was started."""
+        capsys.readouterr()
+        submit([*words, "local_jobs=2"], runs=runs, redo=redo)
+        lines = [line.partition(": started (") for line in capsys.readouterr().out.splitlines()]
+        return {stage: why.partition("),")[0] for stage, started, why in lines if started}
+
+    def joint() -> list[str]:
+        return (runs / "joint" / "starts.jsonl").read_text().splitlines()
+
+    went("math", "code")
+    added = went("math", "code", "law")
+    assert list(added) == ["expert-law", "mix", "joint", "export", "eval"]
+    assert (added["mix"], added["joint"]) == ("stale: another expert-law", "follows mix")
+    names = sorted(path.name for path in (runs / "stale").iterdir())
+    assert names == ["eval.1", "export.1", "joint.1", "mix.1"], "what was made before was not kept"
+
+    before = joint()
+    again = went("math", "code", "law", redo=("expert-math",))
+    assert again == {"expert-math": "to be made again", "mix": "follows expert-math"} | {
+        stage: f"follows {other}" for stage, other in (("joint", "mix"), ("export", "joint"), ("eval", "joint"))
+    }
+    assert joint() == before, "the same bits came out, and yet the mixture was trained again"
+
+    with pytest.raises(UserError, match=r"was made with steps=unset, now 7; .* --redo expert-math"):
+        went("math", "code", "law", "experts.math.set.steps=7")
+    went("math", "code", "law", "experts.math.set.steps=7", "expert.set.layout.tp=2", redo=("expert-math",))
+    assert joint() != before, "the mixture is of an expert that is no more"
+    assert went("math", "code", "law", "experts.math.set.steps=7") == {}, "a layout changes no result"
+
+    with pytest.raises(UserError, match="--redo nope: no such stage; known: expert-math"):
+        went("math", redo=("nope",))
+
+
+def test_another_seed_makes_everything_stale(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(["math", "until=mix"], runs=runs)
+    (runs / "seed" / "config.json").write_text('{"other": 1}')
+    capsys.readouterr()
+    submit(["math", "until=mix"], runs=runs, dry_run=True)
+    assert "# expert-math: stale: another from" in capsys.readouterr().out
+    submit(["math", "until=mix"], runs=runs)
+    assert sorted(path.name for path in (runs / "stale").iterdir()) == ["expert-math.1", "mix.1"]
+
+
+def test_a_failed_expert_stops_its_branch_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["math", "code", "until=mix", "experts.math.set.fill=true"]
+    with pytest.raises(BtxError, match=r"expert-math: failed with status 1: .*quota is full.*not finished either: mix"):
+        submit(words, runs=runs)
+    assert (runs / "expert-code" / "DONE").exists() and not (runs / "mix").exists()
+    with pytest.raises(BtxError, match="expert-math: failed"):
+        submit(words, runs=runs, allow_missing=True)
+    mix = json.loads((runs / "mix" / "manifest.json").read_text())
+    assert mix["missing"] == "[math]" and "experts.math" not in mix
+    (runs / "room").touch()
+    submit(words, runs=runs)
+    assert "experts.math" in json.loads((runs / "mix" / "manifest.json").read_text())
+
+
+def test_a_real_mix_names_in_its_manifest_what_is_missing(tmp_path: Path, commands: CommandServer) -> None:
+    config = make_models(tmp_path, "math")
+    for missing in ([], ["prose", "law"]):
+        out = tmp_path / f"mix{len(missing)}"
+        arguments = [word for word in mix_arguments(config) if not word.startswith(("out=", "missing="))]
+        ended = commands.run(*arguments, f"out={out}", f"missing=[{','.join(missing)}]")
+        assert ended.code == 0, ended.err
+        assert json.loads((out / "manifest.json").read_text())["missing"] == missing
+
+
+def start_submit(runs: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "btx_nemo", "submit", "--local", "--runs", str(runs), *words]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    wait_until(condition, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_of_submit_saves_and_the_same_command_goes_on(runs: Path, number: signal.Signals) -> None:
+    words = ("math", "until=experts", "expert.set.steps=60")
+    process = start_submit(runs, *words)
+    until((runs / "expert-math" / "latest").exists)
+    with pytest.raises(UserError, match="another btx-nemo submit is at work"):
+        submit(list(words), runs=runs)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == Stopped.exit_code
+    assert "expert-math: stopped with a checkpoint saved; the same command resumes" in stderr
+    submit(list(words), runs=runs)
+    first, second = (json.loads(s) for s in (runs / "expert-math" / "starts.jsonl").read_text().splitlines())
+    assert first["stop"] == [signal.SIGTERM] and second["first"] > 0
+
+
+def test_cancel_stops_what_runs_here(runs: Path, commands: CommandServer) -> None:
+    process = start_submit(runs, "math", "until=mix", "expert.set.steps=4000")
+    until((runs / "expert-math" / "latest").exists)
+    table = commands.run("status", "--runs", runs).out.splitlines()
+    assert table[1].split()[:3] == ["expert-math", "running", "local"] and table[2].split()[:2] == ["mix", "waiting"]
+    assert commands.run("cancel", "--runs", runs).out == "expert-math: asked to save and end\n"
+    assert process.wait(timeout=60) == Stopped.exit_code
+    assert commands.run("cancel", "--runs", runs).out == "nothing to cancel: no job is running or waiting\n"
+    assert commands.run("status", "--runs", runs).out.splitlines()[1].split()[1] == "stopped"
+
+
+def test_a_sigkill_of_submit_leaves_no_rank_behind(
+    runs: Path, world: TinyWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun and its ranks, under the script, under submit: each hears of the death above it, and the ranks save."""
+    monkeypatch.delenv("BTX_CLI")
+    for name, value in {"BTX_NPROC": "2", "BTX_SEED": str(world.dense), "BTX_DATA": str(world.data)}.items():
+        monkeypatch.setenv(name, value)
+    small = ("data.seq_length=32", "steps=4000", "micro_batch_size=1", "global_batch_size=4", "eval_batches=1")
+    words = [f"expert.set.{setting}" for setting in (*small, "log_every=1")]
+    out = runs / "expert-math"
+    process = start_submit(runs, "math", "until=experts", "expert.config=tiny_expert", *words)
+
+    def trainings() -> list[psutil.Process]:
+        found = psutil.process_iter(["cmdline"])
+        return [one for one in found if any(str(out) in word for word in one.info["cmdline"] or [])]
+
+    wait_until(lambda: logged_step(out) >= 2, timeout=240)
+    assert len(trainings()) == 3, "torchrun and two ranks"
+    process.kill()
+    process.wait()
+    wait_until(lambda: not trainings(), timeout=60)
+    assert (out / "latest").exists()
+
+
+def test_settings_of_the_export_arrive_at_the_command(
+    tmp_path: Path, commands: CommandServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = tmp_path / "runs"
     folder = make_llama(tmp_path / "hf", **SMALL)
     import_hf(folder, runs / "joint" / "checkpoints" / "step_00000001")
     (runs / "joint" / "latest").write_text("step_00000001\n")
-    (runs / "joint" / "DONE").touch()
-    finish(runs / "expert-math")
-    command = ("submit", "math", "--local", "--runs", runs, "--")
-    ended = commands.run(*command, "export:dtype=fp7")
+    for done in ("joint", "expert-math"):
+        (runs / done).mkdir(exist_ok=True)
+        (runs / done / "DONE").touch()
+    (runs / "mix").mkdir()
+    command = ("submit", "math", "--local", "--runs", runs, "until=export")
+    ended = commands.run(*command, "export.set.dtype=fp7")
     assert ended.code == 2 and "dtype=fp7: unknown; known: float32" in ended.err
-    ended = commands.run(*command, "export:dtype=bfloat16", "export:shard_size=20000", "steps=7")
+    ended = commands.run(*command, "export.set.dtype=bfloat16", "export.set.shard_size=20000")
     assert ended.code == 0, ended.err
     exported = load_folder(runs / "export")
     assert {str(tensor.dtype) for tensor in exported.values()} == {"torch.bfloat16"}
@@ -149,104 +272,55 @@ def test_settings_of_the_export_arrive_at_the_command(tmp_path: Path, commands: 
     assert len(list((runs / "export").glob("*.safetensors"))) > 1
 
 
-def test_a_failing_script_is_named_and_ends_it(runs: Path) -> None:
-    with pytest.raises(BtxError, match=r"btx-expert-math: .*train_expert\.sh ended with status 1"):
-        submit(["math", "code"], overrides=["expert:fail=true"], runs_dir=runs)
-    assert not (runs / "expert-code").exists()
-
-
-def test_a_mix_of_other_domains_is_not_taken_for_this_one(runs: Path) -> None:
-    submit(["math"], runs_dir=runs)
-    finish(runs / "expert-code")
-    (runs / "expert-code" / "hf").mkdir()
-    result = subprocess.run(
-        ["bash", str(REPO / "slurm" / "mix.sh"), "math", "code"],
-        env={**os.environ, "BTX_RUNS": str(runs)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 2
-    assert "holds a mix of 'math', not of 'math code'" in result.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_saves_and_the_same_command_resumes(runs: Path, number: signal.Signals) -> None:
-    command = ["bash", str(REPO / "slurm" / "train_expert.sh"), "math", "steps=40"]
-    environment = {**os.environ, "BTX_RUNS": str(runs)}
-    process = subprocess.Popen(command, env=environment)
-    latest = runs / "expert-math" / "latest"
-    end = time.monotonic() + 20
-    while not latest.exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    process.send_signal(number)
-    assert process.wait(timeout=20) == Stopped.exit_code
-    assert subprocess.run(command, env=environment, timeout=20).returncode == 0
-    first, second = (json.loads(s) for s in (runs / "expert-math" / "starts.jsonl").read_text().splitlines())
-    assert first["stop"] == [signal.SIGTERM] and second["first"] > 0
-
-
-def test_a_term_of_submit_reaches_the_ranks(runs: Path) -> None:
-    code = f"from btx_nemo.launch.submit import submit; submit(['math'], runs_dir={str(runs)!r}, local=True,"
-    code += " overrides=['steps=400'])"
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True)
-    latest = runs / "expert-math" / "latest"
-    end = time.monotonic() + 20
-    while not latest.exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    process.terminate()
-    _, stderr = process.communicate(timeout=20)
-    assert "Stopped: submit: btx-expert-math" in stderr
-    assert not (runs / "expert-math" / "DONE").exists()
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> Path:
+    """Programs on PATH, each a shell script; they may write into the file that is returned."""
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    for name, text in programs.items():
+        (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{calls}"\n{text}\n')
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    return calls
 
 
 def test_a_refused_submission_leaves_nothing_in_the_queue(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stubs = tmp_path / "bin"
-    stubs.mkdir()
-    calls = tmp_path / "calls"
-    (stubs / "sbatch").write_text(
-        f'#!/bin/sh\necho "sbatch $*" >>"{calls}"\ncase "$*" in *mix*) echo "no such QOS" >&2; exit 1;; esac\n'
-        f'grep -c . "{calls}"\n'
-    )
-    (stubs / "scancel").write_text(f'#!/bin/sh\necho "scancel $*" >>"{calls}"\n')
-    for stub in stubs.iterdir():
-        stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stubs}:{os.environ['PATH']}")
-    monkeypatch.setattr(module, "has_slurm", lambda: True)
+    refuse = f'case "$*" in *btx-mix*) echo "no such QOS" >&2; exit 1;; esac\ngrep -c . "{tmp_path}/calls"'
+    calls = stubs(tmp_path, monkeypatch, sbatch=refuse, scancel="")
     with pytest.raises(UserError, match="sbatch refused btx-mix: no such QOS; nothing stays submitted"):
-        submit(["math", "code"], runs_dir=runs)
+        submit(["math", "code", "experts.code.nodes=2"], runs=runs)
     lines = calls.read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["sbatch"] * 3 + ["scancel"]
     assert "--dependency=afterok:1:2 --kill-on-invalid-dep=yes" in lines[2]
     assert lines[3] == "scancel 1 2"
+    assert not list(runs.glob("state/*.job.json"))
 
 
-HOSTILE = "BASH_VERSINFO[$(touch hacked)0]"  # bash arithmetic runs this
+def test_a_job_s_own_environment_is_not_passed_on(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM_* of the job that submits would be taken for settings of the new one."""
+    stubs(tmp_path, monkeypatch, sbatch=f'env >"{tmp_path}/env"; echo 7')
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    monkeypatch.setenv("SLURM_CONF", "/etc/x")
+    submit(["math", "until=experts", "max_restarts=3", "requeue_on_failure=true"], runs=runs)
+    seen = dict(line.partition("=")[::2] for line in (tmp_path / "env").read_text().splitlines())
+    assert "SLURM_JOB_ID" not in seen and seen["SLURM_CONF"] == "/etc/x"
+    assert (seen["BTX_RUNS"], seen["BTX_MAX_RESTARTS"], seen["BTX_REQUEUE_ON_FAILURE"]) == (str(runs), "3", "1")
 
 
-@pytest.mark.parametrize(
-    "variable", ["BTX_NPROC", "BTX_MAX_RESTARTS", "SLURM_RESTART_COUNT", "BTX_CLI", "BTX_RUNS", "BTX_CONFIG"]
-)
-def test_nothing_of_the_environment_is_evaluated(variable: str, runs: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "BTX_RUNS": str(runs), variable: HOSTILE}
-    subprocess.run(["bash", str(REPO / "slurm" / "train_expert.sh"), "math"], env=environment, cwd=tmp_path)
-    assert not list(tmp_path.rglob("hacked"))
-
-
-@pytest.mark.parametrize("override", ["out=/x", "+domain=y", "++out=z"])
-def test_a_script_keeps_its_own_folders(override: str, runs: Path, tmp_path: Path) -> None:
-    command = ["bash", str(REPO / "slurm" / "train_expert.sh"), "math", override]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 2 and "BTX_RUNS" in result.stderr
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="no shellcheck: apt-get install shellcheck")
-def test_shellcheck_has_nothing_to_say() -> None:
-    scripts = [*(REPO / "slurm").glob("*.sh"), *(REPO / "tests").rglob("*.sh")]
-    result = subprocess.run(["shellcheck", "-x", *map(str, scripts)], cwd=REPO, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+def test_a_controller_that_is_away_is_not_taken_for_jobs_that_are_gone(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = tmp_path / "answer"
+    answer.write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    calls = stubs(tmp_path, monkeypatch, sbatch="echo 7", squeue=f'cat "{answer}" >&2; exit 1')
+    submit(["math", "until=experts"], runs=runs)
+    with pytest.raises(BtxError, match=r"Slurm does not answer .*Unable to contact"):
+        submit(["math", "until=experts"], runs=runs)
+    answer.write_text("slurm_load_jobs error: Invalid job id specified")
+    submit(["math", "until=experts"], runs=runs)
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["sbatch", "squeue", "squeue", "sbatch"]
 
 
 @pytest.mark.parametrize(("status", "expected"), [(0, True), (1, False)])
@@ -256,4 +330,4 @@ def test_a_client_without_configuration_is_no_slurm(
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\nexit {status}\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert module.has_slurm() is expected
+    assert slurm.has_slurm() is expected

@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
 # A real Slurm of two virtual nodes with fake GPUs, for the tests: munged, slurmctld and two slurmd as plain processes.
-#   local_cluster.sh start DIR   starts it and prints the path of its slurm.conf, for SLURM_CONF
-#   local_cluster.sh stop DIR    cancels its jobs and ends its processes
+#   local_cluster.sh start DIR [PID]   starts it and prints the path of its slurm.conf, for SLURM_CONF; it goes, and DIR
+#                                      with it, when process PID has gone
+#   local_cluster.sh stop DIR          cancels its jobs and ends its processes
+#   local_cluster.sh kill DIR NODE     SIGKILLs a node with all that runs on it; nodes must have names of their own
+#   local_cluster.sh halt DIR          ends slurmctld
+#   local_cluster.sh revive DIR NAME   starts a node, or slurmctld, again with the state it had
+#   local_cluster.sh forget DIR        starts slurmctld again, with no job that it had
 # Where `unshare` may, each node has its own host name and an /etc/hosts with both, as torchrun needs over two nodes.
 # Everything lives in DIR (at most 60 characters: sockets lie below it); nothing in /etc, /run or /var is used.
 # Needs: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge
 set -euo pipefail
 
-command=${1:?start or stop} dir=${2:?folder}
+command=${1:?command} dir=${2:?folder}
 conf=$dir/slurm.conf nodes=(node1 node2) gpus=8
 PATH=$PATH:/usr/sbin:/sbin
 export SLURM_CONF=$conf
@@ -83,6 +88,8 @@ SlurmdSpoolDir=$dir/spool.%n
 SlurmdPidFile=$dir/state/%n.pid
 SlurmdLogFile=$dir/log/%n.log
 SlurmdParameters=config_overrides
+SlurmdTimeout=8
+SlurmctldTimeout=10
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -93,7 +100,7 @@ SwitchType=switch/none
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=0
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 MinJobAge=3600
 CompleteWait=0
 KillWait=5
@@ -110,6 +117,12 @@ C
 is_ready() {
   [[ $(sinfo --noheader --Node --format='%N %t' 2>/dev/null | sort -u | grep -c ' idle$') == "${#nodes[@]}" ]]
 }
+start_daemon() { # name [option]
+  case $1 in
+    slurmctld) daemon slurmctld slurmctld -D "${@:2}" -f "$conf" ;;
+    *) daemon "$1" "$0" in_node "$dir" "$1" slurmd -D -N "$1" -f "$conf" ;;
+  esac
+}
 start() {
   local name i
   ((${#dir} <= 60)) || { echo "local_cluster.sh: $dir is longer than 60 characters" >&2; exit 1; }
@@ -122,11 +135,12 @@ start() {
     if munge --no-input --socket="$dir/munge/socket" >/dev/null 2>&1; then break; fi
     sleep 0.05
   done
-  daemon slurmctld slurmctld -D -c -f "$conf"
+  start_daemon slurmctld -c
   for name in "${nodes[@]}"; do
     mkdir -p "$dir/spool.$name"
-    daemon "$name" "$0" in_node "$dir" "$name" slurmd -D -N "$name" -f "$conf"
+    start_daemon "$name"
   done
+  if [[ -n ${1:-} ]]; then daemon guard "$0" guard "$dir" "$1"; fi
   for ((i = 0; i < 200; i++)); do
     if is_ready; then echo "$conf" && return 0; fi
     sleep 0.1
@@ -135,6 +149,23 @@ start() {
   stop
   exit 1
 }
+guard() { # pid
+  while kill -0 "$1" 2>/dev/null; do sleep 1; done
+  rm "$dir/pid/guard"
+  stop
+  # What the tests mounted in it goes with it.
+  awk -v dir="$dir/" 'index($2, dir) == 1 { print $2 }' /proc/self/mounts | xargs --no-run-if-empty umount || true
+  rm -rf "${dir:?}"
+}
+kill_node() { # name: all at once, so that nothing of it is left to report what happened
+  local pid namespace victims=()
+  namespace=$(readlink "/proc/$(<"$dir/pid/$1")/ns/uts")
+  for pid in /proc/[0-9]*; do
+    if [[ $(readlink "$pid/ns/uts" 2>/dev/null) == "$namespace" ]]; then victims+=("${pid#/proc/}"); fi
+  done
+  kill -STOP "${victims[@]}" 2>/dev/null || true
+  kill -KILL "${victims[@]}" 2>/dev/null || true
+}
 stop() {
   local name i
   timeout 10 scancel --user="$(id -un)" 2>/dev/null || true
@@ -142,11 +173,16 @@ stop() {
     [[ -n $(timeout 5 squeue --noheader --states=running,completing 2>/dev/null) ]] || break
     sleep 0.1
   done
-  for name in "${nodes[@]}" slurmctld munged; do stop_daemon "$name"; done
+  for name in guard "${nodes[@]}" slurmctld munged; do stop_daemon "$name"; done
 }
 
 case $command in
-  start | stop) "$command" ;;
+  start | guard) "$command" "${3:-}" ;;
+  stop) stop ;;
+  kill) kill_node "${3:?node}" ;;
+  halt) stop_daemon slurmctld ;;
+  revive) start_daemon "${3:?daemon}" ;;
+  forget) start_daemon slurmctld -c ;;
   in_node) in_node "${@:3}" ;; # used by start
-  *) echo "local_cluster.sh: start or stop, not '$command'" >&2 && exit 2 ;;
+  *) echo "local_cluster.sh: start, stop, kill, halt, revive or forget, not '$command'" >&2 && exit 2 ;;
 esac

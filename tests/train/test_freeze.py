@@ -41,6 +41,16 @@ def test_frozen_experts_keep_their_bits_while_the_rest_learns(
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+def test_what_a_run_trains_is_all_that_learns(
+    ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
+) -> None:
+    changed = changes(ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5)
+    assert {name for name, value in changed.items() if value} == {
+        f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)
+    }
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 def test_a_pattern_names_the_same_layer_and_expert_in_every_layout(
     ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
 ) -> None:

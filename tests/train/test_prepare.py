@@ -41,7 +41,7 @@ CASES = [
     ("tiny_expert", ["out=" + "a" * 300], "file name too long"),
     ("tiny_expert", ["domain=???"], "domain is required; give domain=VALUE"),
     # numbers out of range
-    ("tiny_expert", ["stage=finetune"], "stage=finetune: unknown; known: expert, mix"),
+    ("tiny_expert", ["stage=finetune"], "stage=finetune: unknown; known: expert, mix, router"),
     ("tiny_expert", ["precision=fp8"], "precision=fp8: unknown; known: fp32, bf16"),
     ("tiny_expert", ["steps=-1"], "steps=-1: must not be negative"),
     ("tiny_expert", ["checkpoint.every=-5"], "checkpoint.every=-5: must not be negative"),

@@ -13,9 +13,9 @@ from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainC
 
 
 def config(model: str, layout: dict[str, int], options: dict[str, Any]) -> TrainConfig:
-    """A run's configuration; `options` may hold freeze, precision, steps and OptimConfig's keys."""
+    """A run's configuration; `options` may hold freeze, train, precision, steps and OptimConfig's keys."""
     rest = dict(options)
-    own = {key: rest.pop(key) for key in ("freeze", "precision", "steps", "router") if key in rest}
+    own = {key: rest.pop(key) for key in ("freeze", "train", "precision", "steps", "router") if key in rest}
     return TrainConfig(
         stage="expert",
         out="unused",

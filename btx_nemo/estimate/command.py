@@ -1,0 +1,104 @@
+"""`btx-nemo plan`: the tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.errors import UserError
+from btx_nemo.estimate.communication import Communication, communication
+from btx_nemo.estimate.memory import ITEMSIZE, Setup, memory
+from btx_nemo.estimate.suggest import Candidate, candidates, flops, suggest
+from btx_nemo.families.architecture import read_config
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.source import find_checkpoint, read_model_json
+from btx_nemo.megatron.parallel import check_layout
+from btx_nemo.plan.progress import human_bytes
+
+
+def plan(
+    folder: Path,
+    *,
+    layout: LayoutConfig,
+    gpus: int | None,
+    seq_length: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    precision: str,
+    recompute: str,
+    flash: bool,
+    memory_gib: float | None,
+) -> None:
+    """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError."""
+    model = model_of(folder)
+    ranks = layout.tp * layout.pp * layout.ep if gpus is None else gpus
+    console = Console()
+    if precision not in ITEMSIZE:
+        raise UserError(f"--precision {precision}: unknown; known: {', '.join(ITEMSIZE)}")
+    for name, value in (("--gpus", ranks), ("--seq-length", seq_length), ("--global-batch-size", global_batch_size)):
+        if value < 1:
+            raise UserError(f"{name} {value}: must be 1 or more")
+    if memory_gib is not None:
+        setups = candidates(
+            model, ranks, global_batch_size=global_batch_size, seq_length=seq_length, precision=precision, flash=flash
+        )
+        console.print(_suggestions(suggest(model, setups, int(memory_gib * 2**30)), memory_gib))
+        return
+    check_layout(layout, ranks, model)
+    per_step = micro_batch_size * (ranks // (layout.tp * layout.pp))
+    if micro_batch_size < 1 or global_batch_size % per_step:
+        raise UserError(f"--global-batch-size {global_batch_size}: must be a multiple of {max(per_step, 1)}")
+    setup = Setup(
+        layout, ranks, seq_length, micro_batch_size, global_batch_size // per_step, precision, recompute, flash
+    )
+    console.print(_stages(model, setup))
+    console.print(_sent(communication(model, setup)))
+    tokens = global_batch_size * seq_length
+    console.print(f"{flops(model, seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")
+
+
+def model_of(folder: Path) -> ModelConfig:
+    """The architecture of a Hugging Face folder, a checkpoint or a run; its weights need not be there."""
+    checkpoint = find_checkpoint(folder) if folder.is_dir() else None
+    return read_model_json(checkpoint) if checkpoint else read_config(folder)
+
+
+def _stages(model: ModelConfig, setup: Setup) -> Table:
+    layout = setup.layout
+    table = Table(
+        title=f"a rank of tp={layout.tp} pp={layout.pp} ep={layout.ep}, {setup.ranks} ranks, {setup.precision}, "
+        f"{setup.seq_length} tokens, micro-batch {setup.micro_batch_size}, recompute {setup.recompute}"
+    )
+    for column in ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "total"):
+        table.add_column(column, justify="right")
+    for stage in range(layout.pp):
+        found = memory(model, setup, stage)
+        parts = (found.weights, found.gradients, found.optimizer, found.activations, found.total)
+        table.add_row(str(stage), f"{found.parameters:,}", *map(human_bytes, parts))
+    return table
+
+
+def _sent(sent: Communication) -> Table:
+    table = Table(title="sent by a rank in a step, at most")
+    for column in ("tensor", "expert", "pipeline", "data"):
+        table.add_column(column, justify="right")
+    table.add_row(*map(human_bytes, (sent.tensor, sent.expert, sent.pipeline, sent.data)))
+    return table
+
+
+def _suggestions(found: list[Candidate], memory_gib: float) -> Table:
+    table = Table(title=f"layouts that fit into {memory_gib:g} GiB, the fastest by estimate first")
+    for column in ("tp", "pp", "ep", "dp", "recompute", "memory a rank", "sent a step"):
+        table.add_column(column, justify="right")
+    for candidate in found:
+        setup = candidate.setup
+        layout = setup.layout
+        table.add_row(
+            *map(str, (layout.tp, layout.pp, layout.ep, setup.dp, setup.recompute)),
+            human_bytes(candidate.memory.total),
+            human_bytes(candidate.communication.total),
+        )
+    return table

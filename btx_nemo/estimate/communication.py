@@ -1,0 +1,49 @@
+"""Bytes that one rank sends in a step, by the group that it sends them in, for ring collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from btx_nemo.estimate.memory import FP32, ITEMSIZE, Setup, pieces
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.table import shared_width
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes sent by one rank of the first stage, per optimizer step."""
+
+    tensor: int
+    """Sequence-parallel gathers and scatters around the cut layers."""
+    expert: int
+    """Tokens to their experts and back."""
+    pipeline: int
+    """Activations to the next stage, gradients to the one before."""
+    data: int
+    """Gradients reduced and weights gathered by the distributed optimizer."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.tensor + self.expert + self.pipeline + self.data
+
+
+def communication(model: ModelConfig, setup: Setup) -> Communication:
+    """What a rank sends; balanced routing."""
+    layout, size = setup.layout, ITEMSIZE[setup.precision]
+    layers = range(model.num_layers // layout.pp)
+    activation = setup.tokens * model.hidden_size * size
+    mixtures = sum(model.is_mixture(layer) for layer in layers)
+    # Around each cut block: gather and scatter forwards, the same backwards, and the input gathered once more for the
+    # weights' gradient. A mixture's experts are not cut, unless one is shared.
+    blocks = 2 * len(layers) - (0 if shared_width(model) else mixtures)
+    tensor = blocks * 5 * activation * (layout.tp - 1) // layout.tp * setup.microbatches
+    top_k = model.moe.top_k if model.moe else 0
+    away = (layout.ep - 1) / layout.ep
+    expert = int(mixtures * 4 * top_k * activation / layout.tp * away) * setup.microbatches
+    pipeline = (2 if layout.pp > 1 else 0) * activation // layout.tp * setup.microbatches
+    data = 0
+    for piece in pieces(model, layout, 0):
+        ranks = setup.expert_dp if piece.expert else setup.dp
+        data += piece.numel * (FP32 + size) * (ranks - 1) // ranks
+    return Communication(tensor, expert, pipeline, data)

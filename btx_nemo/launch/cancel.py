@@ -1,0 +1,51 @@
+"""Stopping the jobs of a pipeline."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from btx_nemo.errors import UserError
+from btx_nemo.launch import slurm, state
+from btx_nemo.launch.processes import started
+
+
+def cancel(runs: Path, stages: Sequence[str]) -> None:
+    """Stops the jobs of these stages, or of all, and those that wait for them. What is trained is kept.
+
+    Raises UserError for an unknown stage, BtxError when Slurm does not answer.
+    """
+    known = list(state.stages(runs))
+    for name in stages:
+        if name not in known:
+            raise UserError(f"cancel: {name}: no such stage; known: {', '.join(known)}")
+    submitted = {name: one for name in known if (one := state.submitted(runs, name)) is not None}
+    chosen = _with_dependents(submitted, stages or known)
+    ids = {submitted[name].job for name in chosen if not submitted[name].pid}
+    live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
+    stopped = False
+    # Last ones first: one that goes on without its experts must not start when they are cancelled.
+    for name in reversed(chosen):
+        one = submitted[name]
+        if one.pid and started(one.pid) == one.started:
+            os.kill(one.pid, signal.SIGTERM)
+            print(f"{name}: asked to save and end")
+        elif one.job in live and not live[one.job].ended:
+            slurm.scancel([one.job])
+            print(f"{name}: cancelled job {one.job}")
+        else:
+            continue
+        stopped = True
+    if not stopped:
+        print("nothing to cancel: no job is running or waiting")
+
+
+def _with_dependents(submitted: Mapping[str, state.Submitted], stages: Sequence[str]) -> list[str]:
+    """The stages that have a job, and those whose job waits for theirs; in the pipeline's order."""
+    chosen: list[str] = []
+    for name, one in submitted.items():
+        if name in stages or {*one.after} & {submitted[other].job for other in chosen}:
+            chosen.append(name)
+    return chosen

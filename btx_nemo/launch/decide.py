@@ -1,0 +1,104 @@
+"""What a submission has to do: what is done is left alone, what runs is joined, the rest is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from btx_nemo.errors import UserError
+from btx_nemo.launch.graph import Job
+from btx_nemo.launch.identity import Made, made_of, refusal
+from btx_nemo.launch.processes import started
+from btx_nemo.launch.slurm import Live
+from btx_nemo.launch.state import Submitted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Todo:
+    """One stage, and what happens to it."""
+
+    job: Job
+    action: str
+    """done, join or run."""
+    why: str
+    """Why it runs, or the id of the job that is joined."""
+    id: str = ""
+    """The job that is joined, or that is cancelled because this one replaces it."""
+
+
+def decide(
+    jobs: Sequence[Job],
+    runs: Path,
+    submitted: Mapping[str, Submitted | None],
+    live: Mapping[str, Live],
+    redo: Collection[str] = (),
+) -> list[Todo]:
+    """A Todo for every job of a graph, in its order.
+
+    Raises UserError for a stage to be made again that is unknown or running, for an output that was made with
+    other settings, and for a running job that a change would make useless.
+    """
+    names = [job.name for job in jobs]
+    for name in redo:
+        if name not in names:
+            raise UserError(f"--redo {name}: no such stage; known: {', '.join(names)}")
+    todos: dict[str, Todo] = {}
+    for job in jobs:
+        record = submitted.get(job.name)
+        state = _state(record, live)
+        todos[job.name] = _decide(job, runs, record, state, todos, again=job.name in redo)
+    return list(todos.values())
+
+
+def line(job: Job) -> list[str]:
+    """What tells one submission of a stage from another."""
+    return [job.script, *job.args, *job.options]
+
+
+def _state(record: Submitted | None, live: Mapping[str, Live]) -> Live | None:
+    """The job of a stage, when it has not ended."""
+    if record is None:
+        return None
+    if record.pid:
+        return Live("RUNNING", "", "", "") if started(record.pid) == record.started else None
+    state = live.get(record.job)
+    return None if state is None or state.ended else state
+
+
+def _decide(
+    job: Job, runs: Path, record: Submitted | None, state: Live | None, todos: Mapping[str, Todo], *, again: bool
+) -> Todo:
+    before = [todos[name] for name in job.after if todos[name].action != "done"]
+    why = "to be made again" if again else _why(job, runs, record)
+    if not why and not before:
+        return Todo(job=job, action="done", why="")
+    why = why or f"follows {before[0].job.name}"
+    if state is None or record is None:
+        return Todo(job=job, action="run", why=why)
+    # A job that waits for others than it would have to is of no use, and one that has other settings neither.
+    joined = all(todo.action == "join" and todo.id in record.after for todo in before)
+    if joined and record.line == line(job) and not again:
+        return Todo(job=job, action="join", why=f"{state.state.lower()} as {record.job}", id=record.job)
+    if state.state != "PENDING":
+        raise UserError(
+            f"{job.name} is {state.state.lower()} as job {record.job}, and this submission would replace it "
+            f"({why}); wait for it, or stop it: btx-nemo cancel {job.name}"
+        )
+    return Todo(job=job, action="run", why=why, id=record.job)
+
+
+def _why(job: Job, runs: Path, record: Submitted | None) -> str:
+    """Why a stage has to be made, whatever the others do; empty for one that is as it should be."""
+    if not job.out.exists() and not job.done.exists():
+        return "new" if record is None else f"its last job, {record.job}, left no result"
+    then = made_of(runs, job.name)
+    if then is not None and os.path.lexists(job.out):
+        now = Made.now(job.inputs, job.args)
+        stale, changed = then.changed_inputs(now), then.changed_settings(now)
+        if stale and job.done.exists():
+            return f"stale: another {', '.join(stale)}"
+        if changed and not stale:
+            raise UserError(f"{refusal(job.name, job.out, changed)}")
+    return "" if job.done.exists() else "unfinished"

@@ -1,0 +1,38 @@
+"""Processes that end with the one that started them, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with_parent() -> Callable[[], None]:
+    """For `subprocess.Popen(preexec_fn=...)`: the child gets SIGTERM when this process dies, by SIGKILL too.
+
+    Linux; elsewhere it does nothing. Ranks save a checkpoint on it, and torchrun passes it on to its ranks.
+    """
+    parent = os.getpid()
+
+    def prepare() -> None:
+        prctl = getattr(_LIBC, "prctl", None)
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it died before that
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    return prepare
+
+
+def started(pid: int) -> str:
+    """When a process began, in ticks since boot; empty where there is none. Zombies have ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return ""
+    return "" if fields[0] == "Z" else fields[19]

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=btx-data
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --mem=8G
+#SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.out
+# demo_data.sh: three small domains of real text and their tokenizer, into $BTX_DATA. Nothing is downloaded.
+#   bash slurm/demo_data.sh
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ ! -f $here/common.sh ]]; then # sbatch runs a copy in slurmd's spool; Slurm knows the submitted path
+  here=$(scontrol show job "${SLURM_JOB_ID:?}" | sed -n 's|^ *Command=\(/.*\)/demo_data\.sh\( .*\)*$|\1|p')
+  here=${here%%$'\n'*}
+fi
+# shellcheck source=slurm/common.sh
+source "$here/common.sh"
+
+btx_arguments "" "$@"
+(($# == 0)) || btx_die 2 "${1@Q}: this script takes no arguments; the folder is BTX_DATA"
+btx_setup "$here" data
+
+btx_begin "$BTX_DATA" "$BTX_DATA"
+rc=0
+btx_one prepare-data --demo --out "$BTX_DATA" || rc=$?
+btx_finish "$rc" "$BTX_DATA"

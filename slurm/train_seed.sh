@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=btx-seed
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --cpus-per-task=16
+#SBATCH --mem=0
+#SBATCH --time=04:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x_%j.out
+# train_seed.sh [--config-name=NAME] [overrides...]: trains a fresh model that the specialists start from into
+# $BTX_RUNS/seed. Only for those who have none; the configuration is conf/train/tiny_seed.yaml.
+#   bash slurm/train_seed.sh
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+if [[ ! -f $here/common.sh ]]; then # sbatch runs a copy in slurmd's spool; Slurm knows the submitted path
+  here=$(scontrol show job "${SLURM_JOB_ID:?}" | sed -n 's|^ *Command=\(/.*\)/train_seed\.sh\( .*\)*$|\1|p')
+  here=${here%%$'\n'*}
+fi
+# shellcheck source=slurm/common.sh
+source "$here/common.sh"
+
+btx_arguments "domain out" "$@"
+((${#WORDS[@]} == 0)) || btx_die 2 "${WORDS[0]@Q}: expected KEY=VALUE or --config-name=NAME"
+btx_setup "$here" seed
+btx_config tiny_seed
+
+out=$RUNS/seed
+btx_begin "$out" "$out/DONE"
+btx_log "seed into $out"
+rc=0
+btx_ranks train "${CONFIG[@]}" "$(btx_setting out "$out")" export=true "${OVERRIDES[@]}" || rc=$?
+btx_finish "$rc" "$out/DONE"

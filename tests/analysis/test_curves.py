@@ -1,0 +1,56 @@
+"""Curves of runs: what is drawn is what metrics.jsonl holds, and a mistake is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from btx_testing.commands import CommandServer
+
+from btx_nemo.analysis.curves import read_metrics, series, validation
+
+RECORDS = [
+    {"step": 0, "valid": {"math": 3.0, "code": 4.0}, "routing": {}},
+    {"step": 1, "loss": 2.5, "grad_norm": 1.0, "tokens_per_second": 10.0},
+    {"step": 2, "loss": 2.0, "grad_norm": 0.5, "tokens_per_second": 11.0},
+    {"step": 2, "valid": {"math": 2.0, "code": 3.0}},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    lines = [*map(json.dumps, RECORDS), "[1]", '{"step": 3, "lo']
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines))
+    return tmp_path / "run"
+
+
+def test_what_is_read(run: Path) -> None:
+    records = read_metrics(run)
+    assert records == RECORDS
+    assert series(records, "loss") == ([1, 2], [2.5, 2.0])
+    assert validation(records) == {"math": ([0, 2], [3.0, 2.0]), "code": ([0, 2], [4.0, 3.0])}
+
+
+def test_the_command(commands: CommandServer, run: Path, tmp_path: Path) -> None:
+    import matplotlib.image
+
+    other = tmp_path / "again" / "run"
+    other.mkdir(parents=True)
+    (other / "metrics.jsonl").write_text(json.dumps(RECORDS[1]) + "\n")
+    ended = commands.run("plot", run, other, "--out", tmp_path / "curves.png")
+    assert ended.code == 0 and str(other) in ended.out
+    assert matplotlib.image.imread(tmp_path / "curves.png").shape[:2] == (720, 1512)  # five panels on two rows
+
+
+def test_mistakes(commands: CommandServer, run: Path, tmp_path: Path) -> None:
+    for arguments, message in (
+        ([tmp_path], "no metrics.jsonl"),
+        ([run, "--out", tmp_path / "x.txt"], "must end in .png, .svg or .pdf"),
+        ([run, "--out", tmp_path / "no" / "x.png"], "no folder"),
+    ):
+        ended = commands.run("plot", *arguments)
+        assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
+    (run / "metrics.jsonl").write_text("")
+    assert "holds no record yet" in commands.run("plot", run).err

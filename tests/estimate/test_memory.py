@@ -1,0 +1,94 @@
+"""Estimates against what models hold: parameters exactly, autograd's memory within 4 %, processes within 15 %."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from btx_testing import estimate_jobs
+from btx_testing.pool import RankPool
+
+from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.estimate.memory import Setup, activations, memory
+from btx_nemo.families.config import ModelConfig, MoEConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+MOE = MoEConfig(num_experts=4, top_k=2)
+SHARED = MoEConfig(num_experts=8, top_k=1, shared_expert_intermediate_size=176)
+SOME = MoEConfig(num_experts=4, top_k=2, layers=[1, 3], dense_ffn_hidden_size=96)
+
+
+def model(**changes: Any) -> ModelConfig:
+    values: dict[str, Any] = dict(
+        num_layers=4, hidden_size=64, ffn_hidden_size=176, num_attention_heads=4, num_query_groups=2, head_dim=16,
+        vocab_size=512,
+    )  # fmt: skip
+    return ModelConfig(**{**values, **changes})
+
+
+def setup(layout: LayoutConfig, ranks: int, **changes: Any) -> Setup:
+    values = dict(seq_length=64, micro_batch_size=2, microbatches=1, precision="fp32", flash=False)
+    return Setup(layout=layout, ranks=ranks, **{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("moe", [None, MOE, SHARED, SOME], ids=["dense", "moe", "shared", "some-layers"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("tp", "pp", "ep", "count"), [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 1, 2), (2, 2, 2, 4)])
+def test_parameters_of_every_rank(
+    ranks: RankPool, moe: MoEConfig | None, tied: bool, tp: int, pp: int, ep: int, count: int
+) -> None:
+    layout = LayoutConfig(tp=tp, pp=pp, ep=ep if moe else 1)
+    shape = model(moe=moe, tie_word_embeddings=tied)
+    for stage, held in ranks.run(estimate_jobs.parameters, shape, layout, ranks=count):
+        assert memory(shape, setup(layout, count), stage).parameters == held
+
+
+@pytest.mark.parametrize("moe", [None, MOE, SHARED, SOME], ids=["dense", "moe", "shared", "some-layers"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("batch", "length"), [(2, 64), (1, 128)])
+def test_what_autograd_keeps(ranks: RankPool, moe: MoEConfig | None, precision: str, batch: int, length: int) -> None:
+    layout, shape = LayoutConfig(), model(moe=moe)
+    (kept,) = ranks.run(estimate_jobs.kept_bytes, shape, layout, batch, length, precision, ranks=1)
+    step = setup(layout, 1, seq_length=length, micro_batch_size=batch, precision=precision)
+    logits = 4 * step.tokens * shape.vocab_size  # one of the two is gone by then
+    assert activations(shape, step, 0) - logits == pytest.approx(kept, rel=0.04)
+
+
+def test_recomputation_and_flash_save_what_they_should() -> None:
+    shape, layout = model(num_layers=8, vocab_size=64), LayoutConfig()
+    full = activations(shape, setup(layout, 1), 0)
+    assert activations(shape, setup(layout, 1, recompute="full"), 0) < 0.25 * full
+    without = activations(shape, setup(layout, 1, seq_length=512, flash=True), 0)
+    scores = activations(shape, setup(layout, 1, seq_length=512), 0) - without
+    assert scores == 8 * (4 * 4 * 2 * 512**2 + 512**2)  # layers x (fp32 x heads x batch x S^2, and the mask)
+
+
+def test_the_first_stage_holds_more_micro_batches() -> None:
+    layout = LayoutConfig(pp=4)
+    held = [activations(model(vocab_size=64), setup(layout, 4, microbatches=8), stage) for stage in range(3)]
+    assert held == [4 * held[2] // 2, 3 * held[2] // 2, held[2]]
+    assert activations(model(), setup(layout, 4, microbatches=1), 0) == held[2] // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "arguments"),
+    [
+        (1, ""),
+        (1, "--moe --precision bf16"),
+        (2, "--tp 2"),
+        (2, "--pp 2"),
+        (2, "--ep 2 --moe"),
+        (4, "--tp 2 --pp 2 --ep 2 --moe"),
+        (1, "--recompute full"),
+    ],
+)
+def test_measured_processes(count: int, arguments: str) -> None:
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "scripts/check_plan.py", *arguments.split()]
+    ended = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert float(ended.stdout.split()[-1]) == pytest.approx(1, abs=0.15), ended.stdout

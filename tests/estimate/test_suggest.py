@@ -1,0 +1,100 @@
+"""The plan command: layouts that fit, what is sent, and mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from btx_testing.commands import CommandServer
+
+from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.errors import UserError
+from btx_nemo.estimate.communication import communication
+from btx_nemo.estimate.memory import Setup, worst
+from btx_nemo.estimate.suggest import HEADROOM, candidates, flops, suggest
+from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.megatron.parallel import check_layout
+
+MIXTRAL = ModelConfig(
+    num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, head_dim=128,
+    vocab_size=32000, moe=MoEConfig(num_experts=8, top_k=2),
+)  # fmt: skip
+GIB = 2**30
+
+
+def test_suggestions_fit_and_can_be_started() -> None:
+    found = suggest(MIXTRAL, candidates(MIXTRAL, 64, global_batch_size=1024, seq_length=4096), 80 * GIB)
+    assert found
+    for candidate in found:
+        check_layout(candidate.setup.layout, 64, MIXTRAL)
+        assert worst(MIXTRAL, candidate.setup).total <= HEADROOM * 80 * GIB
+        assert candidate.setup.microbatches * candidate.setup.dp * candidate.setup.micro_batch_size == 1024
+    assert found == sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def test_too_little_memory_says_how_much_it_takes() -> None:
+    with pytest.raises(UserError, match=r"the smallest needs \d+ GiB a GPU, 10 are there; give more gpus"):
+        suggest(MIXTRAL, candidates(MIXTRAL, 8, global_batch_size=1024, seq_length=4096), 10 * GIB)
+
+
+def test_flops_are_six_per_active_parameter_and_token() -> None:
+    active = 12.9e9 - 32000 * 4096  # Mixtral 8x7B's, without the embedding, which is looked up
+    assert flops(MIXTRAL, 1) == pytest.approx(6 * active, rel=0.01)
+
+
+def test_what_is_sent() -> None:
+    def sent(**layout: int):
+        ranks = layout.pop("ranks")
+        return communication(MIXTRAL, Setup(LayoutConfig(**layout), ranks, 4096, 1, 8, "bf16"))
+
+    alone = sent(ranks=1)
+    assert alone.total == 0
+    assert sent(ranks=2, pp=2).pipeline == 2 * 8 * 4096 * 4096 * 2
+    # each token goes to two experts and back, twice, and one rank in four is home
+    assert sent(ranks=4, ep=4).expert == 32 * 8 * 4 * 2 * 4096 * 4096 * 2 * 3 // 4
+    dense = 1_605_640_192  # Mixtral's parameters outside of the experts
+    assert sent(ranks=8, ep=8).data == pytest.approx(dense * 6 * 7 / 8, rel=0.01)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "llama",
+                "vocab_size": 32000,
+                "hidden_size": 2048,
+                "intermediate_size": 5632,
+                "num_hidden_layers": 22,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 4,
+            }
+        )
+    )
+    return tmp_path
+
+
+def test_the_command(commands: CommandServer, folder: Path) -> None:
+    ended = commands.run("plan", folder, "--tp", "2", "--gpus", "4", "--seq-length", "2048")
+    assert ended.code == 0 and "optimizer" in ended.out and "FLOP a step of 2,097,152 tokens" in ended.out
+    ended = commands.run("plan", folder, "--gpus", "8", "--memory-gib", "40")
+    assert ended.code == 0 and "layouts that fit into 40 GiB" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", "3"], "layout.tp=3 does not divide the model's num_attention_heads=32"),
+        (["--ep", "2"], "the model is dense"),
+        (["--gpus", "0"], "--gpus 0: must be 1 or more"),
+        (["--gpus", "3", "--tp", "2"], "does not divide the 3 ranks"),
+        (["--precision", "fp4"], "--precision fp4: unknown; known: fp32, bf16, fp16"),
+        (["--micro-batch-size", "3"], "--global-batch-size 1024: must be a multiple of 3"),
+        (["--gpus", "8", "--memory-gib", "1"], "no layout fits"),
+        (["--gpus", "7", "--memory-gib", "80"], "no layout divides"),
+    ],
+)
+def test_mistakes(commands: CommandServer, folder: Path, arguments: list[str], message: str) -> None:
+    ended = commands.run("plan", folder, *arguments)
+    assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1

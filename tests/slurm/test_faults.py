@@ -1,0 +1,138 @@
+"""What happens to clusters, each ending in the same weights as a calm run; with a stand-in for the command."""
+
+from __future__ import annotations
+
+import pytest
+from btx_testing.slurm import User, wait_for
+
+pytestmark = pytest.mark.slurm
+
+WORDS = ("math", "code", "until=export", "experts.math.set.steps=60", "experts.math.nodes=2", "joint.set.steps=3")
+
+
+def weights(user: User) -> str:
+    """Of the exported mixture: they follow from every step of everything before."""
+    return (user.runs / "export" / "weights").read_text()
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of the pipeline where nothing happened, on this machine without Slurm."""
+    import subprocess
+    import sys
+
+    from btx_testing.slurm import FAKE, REPO, plain_environment
+
+    folder = tmp_path_factory.mktemp("calm")
+    (folder / "seed").mkdir()
+    environment = plain_environment() | {"BTX_RUNS": str(folder), "BTX_CLI": str(FAKE), "PYTHONPATH": str(REPO)}
+    command = [sys.executable, "-m", "btx_nemo", "submit", "--local", *WORDS, "local_jobs=2"]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    return (folder / "export" / "weights").read_text()
+
+
+def begin(user: User) -> dict[str, str]:
+    """The pipeline, with its longest expert in its midst."""
+    ids = user.submit(*WORDS)
+    user.wait_step("expert-math", 5)
+    return ids
+
+
+def end(user: User, ids: dict[str, str], calm: str) -> None:
+    jobs = [job for job in ids.values() if job != "done"]
+    assert user.wait_end(*jobs) == ["COMPLETED"] * len(jobs)
+    assert weights(user) == calm
+
+
+def test_a_stop_before_the_time_limit(user: User, calm: str) -> None:
+    ids = begin(user)
+    user.stop_soon(ids["expert-math"])
+    end(user, ids, calm)
+    first, second = user.starts("expert-math")
+    assert first["stop"] and second["first"] >= 5 and not second["stop"]
+    log = user.log("expert-math")
+    assert "restart 0 of 10, 2 node(s) x 2 rank(s)" in log and "restart 1 of 10" in log, "the log was truncated"
+
+
+def test_an_administrator_s_requeue(user: User, calm: str) -> None:
+    ids = begin(user)
+    user.run("scontrol", "requeue", ids["expert-math"])
+    end(user, ids, calm)
+    assert user.job(ids["expert-math"])["Restarts"] == "1"
+
+
+def test_a_node_goes_down(user: User, calm: str) -> None:
+    ids = begin(user)
+    user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue")
+    user.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    end(user, ids, calm)
+
+
+def test_a_job_is_cancelled_and_submitted_again(user: User, calm: str) -> None:
+    ids = begin(user)
+    user.btx("cancel", "expert-math")
+    assert set(user.wait_end(*(ids[s] for s in ids if s != "expert-code"))) == {"CANCELLED"}
+    again = user.submit(*WORDS)
+    assert again["expert-code"] in ("done", ids["expert-code"])
+    end(user, again, calm)
+    assert user.starts("expert-math")[-1]["first"] >= 5
+
+
+def test_the_controller_is_restarted(user: User, calm: str) -> None:
+    ids = begin(user)
+    user.daemon("halt", "slurmctld")
+    user.daemon("revive", "slurmctld")
+    user.wait_nodes("idle", "allocated", "mixed")
+    assert user.submit(*WORDS)["joint"] == ids["joint"]
+    end(user, ids, calm)
+
+
+def test_slurm_forgets_every_job(user: User, calm: str) -> None:
+    """A purged parent: what depends on it starts at once, and looks."""
+    ids = user.submit(*WORDS)
+    user.btx("cancel")
+    user.wait_end(*ids.values())
+    user.daemon("halt", "slurmctld")
+    user.daemon("forget", "slurmctld")
+    user.wait_nodes("idle")
+    assert not user.job(ids["expert-math"])
+    mix = user.sbatch("mix.sh", "math", options=f"--dependency=afterok:{ids['expert-math']}")
+    assert user.wait_end(mix) == ["FAILED"]
+    assert "expert-math/DONE is missing" in (user.cwd / f"btx-mix_{mix}.out").read_text()
+    end(user, user.submit(*WORDS), calm)
+
+
+def test_the_disk_is_full_in_one_expert_s_folder(user: User, calm: str) -> None:
+    words = (*WORDS[:2], "experts.math.set.fill=true", *WORDS[2:])
+    ids = user.submit(*words)
+    assert user.wait_end(*ids.values()) == ["FAILED", "COMPLETED", *["CANCELLED"] * 3]
+    row = user.btx("status").splitlines()[1]
+    assert row.split()[1] == "failed" and row.endswith("expert-math/checkpoints: the disk or a quota is full")
+    (user.runs / "room").touch()
+    again = user.submit(*words)
+    assert again["expert-code"] == "done"
+    end(user, again, calm)
+
+
+@pytest.mark.slow
+def test_slurm_s_own_signal_before_the_limit(user: User, calm: str) -> None:
+    """A limit of one minute, and the signal 50 seconds before it."""
+    limit = ("experts.math.set.steps=400", "experts.math.time='00:01:00'", "experts.math.sbatch=['--signal=B:USR1@50']")
+    ids = user.submit("math", "until=experts", *limit)
+    assert user.wait_end(*ids.values(), seconds=240) == ["COMPLETED"]
+    starts = user.starts("expert-math")
+    assert starts[0]["stop"] and starts[-1]["first"] > 0
+
+
+@pytest.mark.slow
+def test_a_node_dies(user: User, calm: str) -> None:
+    """With everything on it; Slurm finds out by itself."""
+    if not (user.cluster / "hosts").exists():
+        pytest.skip("the nodes have no names of their own: unshare --mount --uts needs root")
+    ids = begin(user)
+    user.daemon("kill", "node2")
+    wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue", seconds=180)
+    user.daemon("revive", "node2")
+    user.wait_nodes("idle", "allocated", "mixed")
+    end(user, ids, calm)

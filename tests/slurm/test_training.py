@@ -1,0 +1,192 @@
+"""The real training, mix and export under a real Slurm, two ranks over two nodes: the same bits as without Slurm.
+
+And after what happens to clusters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+from btx_testing.runs import TinyWorld, weights
+from btx_testing.slurm import REPO, User, plain_environment, wait_for
+from btx_testing.text import byte_tokenizer, sentence
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+EXPERTS = ("expert-math", "expert-code", "expert-prose")
+PIPELINE = """
+runs: ${oc.env:BTX_RUNS}
+seed: ${oc.env:BTX_SEED}
+data: ${oc.env:BTX_DATA}
+experts: {math: {}, code: {}, prose: {}}
+expert:
+  config: tiny_expert
+  nodes: ${oc.decode:${oc.env:NODES}}
+  set: &small
+    data: {seq_length: 32}
+    steps: 120
+    micro_batch_size: 1
+    global_batch_size: 4
+    eval_batches: 1
+    log_every: 1
+    checkpoint: {every: 40}
+    optim: {warmup_steps: 2}
+joint:
+  config: tiny_mix
+  nodes: ${oc.decode:${oc.env:NODES}}
+  set: {<<: *small, layout: {ep: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three domains, a seed, and the pipeline's configuration."""
+    from btx_nemo.data.prepare import prepare_data
+
+    folder = tmp_path_factory.mktemp("place")
+    shutil.copytree(world.data, folder / "data")
+    shutil.copytree(world.dense, folder / "seed")
+    rng = Random(7)
+    (folder / "prose.txt").write_text("".join(sentence(rng) for _ in range(70)))
+    prepare_data([folder / "prose.txt"], byte_tokenizer(folder / "tokenizer"), folder / "data", "prose", workers=1)
+    (folder / "tiny.yaml").write_text(PIPELINE)
+    return folder
+
+
+def environment(place: Path, runs: Path, *, nodes: int) -> dict[str, str]:
+    """Two ranks a job, on one node or on two."""
+    return plain_environment() | {
+        "BTX_RUNS": str(runs),
+        "BTX_DATA": str(place / "data"),
+        "BTX_SEED": str(place / "seed"),
+        "BTX_PYTHON": sys.executable,
+        "BTX_NPROC": str(2 // nodes),
+        "NODES": str(nodes),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(REPO),
+        "SBATCH_GRES": "none",
+    }
+
+
+@pytest.fixture(scope="module")
+def calm(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole pipeline on this machine, without Slurm."""
+    runs = tmp_path_factory.mktemp("calm") / "runs"
+    command = [sys.executable, "-m", "btx_nemo", "submit", "--local", f"--config-path={place}", "--config-name=tiny"]
+    ended = subprocess.run(command, env=environment(place, runs, nodes=1), capture_output=True, text=True, timeout=900)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    losses = json.loads((runs / "eval" / "losses.json").read_text())
+    assert set(losses) == {*EXPERTS, "joint"} and set(losses["joint"]) == {"math", "code", "prose"}
+    return runs
+
+
+@pytest.fixture
+def user(cluster: Path, place: Path, tmp_path: Path) -> User:
+    """Somebody on the cluster, with a runs folder of their own."""
+    if not (cluster / "hosts").exists():
+        pytest.skip("the nodes have no names of their own: unshare --mount --uts needs root")
+    extra = {"SLURM_CONF": str(cluster / "slurm.conf")}
+    return User(cluster, environment(place, tmp_path / "runs", nodes=2) | extra, tmp_path)
+
+
+def submit(user: User, *arguments: str) -> dict[str, str]:
+    place = Path(user.env["BTX_DATA"]).parent
+    return user.submit(f"--config-path={place}", "--config-name=tiny", *arguments)
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Whether the model files of two folders are the same, byte for byte."""
+    names = sorted(path.name for path in one.glob("*.safetensors"))
+    assert names
+    return names == sorted(path.name for path in other.glob("*.safetensors")) and all(
+        (one / name).read_bytes() == (other / name).read_bytes() for name in names
+    )
+
+
+def assert_same(user: User, calm: Path, *stages: str) -> None:
+    for stage in stages:
+        if stage in ("mix", "export"):
+            assert same_tensors(user.runs / stage, calm / stage), stage
+        else:
+            assert weights(user.runs / stage) == weights(calm / stage), stage
+
+
+def end_rank(out: Path, rank: int) -> None:
+    """SIGKILL to one rank of a training."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        ranks = f"out={out}" in words and "torch.distributed.run" not in words
+        if ranks and process.environ().get("RANK") == str(rank):
+            os.kill(process.pid, signal.SIGKILL)
+            return
+    raise AssertionError(f"no rank {rank} of {out}")
+
+
+def test_over_two_nodes_the_same_bits_as_on_this_machine(user: User, calm: Path) -> None:
+    ids = submit(user, "until=export")
+    assert user.wait_end(*ids.values(), seconds=900) == ["COMPLETED"] * len(ids), user.btx("status")
+    assert_same(user, calm, *EXPERTS, "mix", "joint", "export")
+    for stage in (*EXPERTS, "joint"):
+        assert "2 node(s) x 1 rank(s)" in user.log(stage)
+    assert set(submit(user, "until=export").values()) == {"done"}
+
+
+def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path) -> None:
+    """A stop before the limit, a rank that dies, a requeue, and a job that is cancelled and submitted again."""
+    ids = submit(user, "requeue_on_failure=true", "until=train")
+    faults = {
+        "expert-math": lambda: user.stop_soon(ids["expert-math"]),
+        "expert-code": lambda: end_rank(user.runs / "expert-code", 1),
+        "expert-prose": lambda: user.run("scontrol", "requeue", ids["expert-prose"]),
+    }
+    for _ in range(len(faults)):
+        wait_for(lambda: any(user.step(stage) >= 8 for stage in faults), "a step of an expert", seconds=600)
+        stage = next(stage for stage in faults if user.step(stage) >= 8)
+        faults.pop(stage)()
+    assert user.wait_end(*(ids[stage] for stage in EXPERTS), seconds=900) == ["COMPLETED"] * 3
+    restarts = [user.job(ids[stage])["Restarts"] for stage in EXPERTS]
+    assert restarts == ["1"] * 3, "a fault came too late"
+    assert "stopped on request after step" in user.log("expert-math"), "the ranks did not save"
+    assert "(exitcode: 75)" in user.log("expert-math"), "torchrun died of the signal"
+
+    wait_for(lambda: user.step("joint") >= 8, "step 8 of joint", seconds=600)
+    user.btx("cancel", "joint")
+    user.wait_end(ids["joint"])
+    again = submit(user, "requeue_on_failure=true", "until=train")
+    assert user.wait_end(again["joint"], seconds=900) == ["COMPLETED"]
+    assert_same(user, calm, *EXPERTS, "mix", "joint")
+
+
+@pytest.fixture
+def little_room(cluster: Path) -> Iterator[Path]:
+    """A runs folder where expert-math is a file system that is too small for a checkpoint."""
+    runs = cluster / "small"
+    if not runs.exists():
+        pytest.skip("mounting a file system needs root")
+    yield runs
+    for path in runs.iterdir():
+        if path.name != "expert-math":
+            shutil.rmtree(path)
+
+
+def test_a_full_disk_ends_one_branch_with_its_cause(user: User, calm: Path, little_room: Path) -> None:
+    user = user.having(BTX_RUNS=str(little_room))
+    ids = submit(user, "~experts.prose", "until=mix")
+    assert user.wait_end(*ids.values(), seconds=900) == ["FAILED", "COMPLETED", "CANCELLED"], user.btx("status")
+    row = next(line for line in user.btx("status").splitlines() if line.startswith("expert-math"))
+    assert row.split()[1] == "failed" and "the disk or a quota is full" in row
+    user.run("mount", "-o", "remount,size=64m", little_room / "expert-math")
+    again = submit(user, "~experts.prose", "until=mix")
+    assert again["expert-code"] == "done"
+    assert user.wait_end(again["expert-math"], again["mix"], seconds=900) == ["COMPLETED"] * 2
+    assert_same(user, calm, "expert-math", "expert-code")
