@@ -186,7 +186,8 @@ def test_killed_at_ten_random_moments_nothing_loads_and_a_rerun_succeeds(
             for name in temporaries(tmp_path):
                 assert not loads(tmp_path / name)
                 shutil.copytree(tmp_path / name, tmp_path / "renamed")
-                assert not loads(tmp_path / "renamed")
+                # Killed between the manifest, which is written last, and the renaming, it is whole.
+                assert not loads(tmp_path / "renamed") or same_bits(load_folder(tmp_path / "renamed"), reference)
                 shutil.rmtree(tmp_path / "renamed")
             run_mix(config)
             assert temporaries(tmp_path) == []
