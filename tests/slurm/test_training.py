@@ -142,7 +142,7 @@ def test_over_two_nodes_the_same_bits_as_on_this_machine(user: User, calm: Path)
 
 
 def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path) -> None:
-    """A stop before the limit, a rank that dies, a requeue, and a job that is cancelled and submitted again."""
+    """A stop before the limit, a dead rank, a requeue; a new controller, a node down, a job cancelled and submitted."""
     ids = submit(user, "requeue_on_failure=true", "until=train")
     faults = {
         "expert-math": lambda: user.stop_soon(ids["expert-math"]),
@@ -159,7 +159,15 @@ def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path) -> None
     assert "stopped on request after step" in user.log("expert-math"), "the ranks did not save"
     assert "(exitcode: 75)" in user.log("expert-math"), "torchrun died of the signal"
 
+    wait_for(lambda: user.step("joint") >= 4, "step 4 of joint", seconds=600)
+    user.daemon("halt", "slurmctld")
+    user.daemon("revive", "slurmctld")
+    user.wait_nodes("idle", "allocated", "mixed")
     wait_for(lambda: user.step("joint") >= 8, "step 8 of joint", seconds=600)
+    user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    wait_for(lambda: user.job(ids["joint"]).get("Restarts") == "1", "the requeue")
+    user.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    wait_for(lambda: "restart 1 of" in user.log("joint"), "the second start", seconds=600)
     user.btx("cancel", "joint")
     user.wait_end(ids["joint"])
     again = submit(user, "requeue_on_failure=true", "until=train")
