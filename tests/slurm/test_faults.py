@@ -65,7 +65,7 @@ def test_a_node_goes_down(user: User, calm: str) -> None:
     ids = begin(user)
     user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue")
-    user.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    user.resume("node2")
     end(user, ids, calm)
 
 

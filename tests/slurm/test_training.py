@@ -166,7 +166,7 @@ def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path) -> None
     wait_for(lambda: user.step("joint") >= 8, "step 8 of joint", seconds=600)
     user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     wait_for(lambda: user.job(ids["joint"]).get("Restarts") == "1", "the requeue")
-    user.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    user.resume("node2")
     wait_for(lambda: "restart 1 of" in user.log("joint"), "the second start", seconds=600)
     user.btx("cancel", "joint")
     user.wait_end(ids["joint"])

@@ -116,6 +116,13 @@ class User:
         """Kills or revives a daemon of the cluster."""
         self.run(TOOL, what, self.cluster, name)
 
+    def resume(self, node: str) -> None:
+        """Brings back a node that was set down, unless Slurm has done so by itself, which refuses this command."""
+        command = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
+        result = subprocess.run(command, env=self.env, capture_output=True, text=True)
+        assert result.returncode == 0 or "Invalid node state" in result.stderr, result.stderr
+        self.wait_nodes("idle", "allocated", "mixed")
+
     def wait_nodes(self, *states: str) -> None:
         """Until both nodes are in one of these states."""
 
