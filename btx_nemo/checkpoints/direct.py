@@ -19,6 +19,21 @@ import numpy as np
 
 from btx_nemo.plan.layout import PAGE
 
+UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
+"""What a file system says that does not read or write past the cache."""
+
+
+def open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor that goes past the cache; None where the operating system or the file system has no such thing."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return None
+
 
 class OutputFile:
     """A new file of known size, filled at any offset from any thread."""
@@ -26,13 +41,10 @@ class OutputFile:
     def __init__(self, path: Path, size: int) -> None:
         self._fds = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)]
         os.ftruncate(self._fds[0], size)
-        self.direct = False
+        past = open_direct(path, os.O_WRONLY)
+        self._fds += [] if past is None else [past]
+        self.direct = past is not None
         """Whether whole pages go past the cache."""
-        try:
-            self._fds.append(os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC))
-            self.direct = True
-        except (OSError, AttributeError):  # the file system, or the operating system, has no such thing
-            pass
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write bytes at an offset.
@@ -58,7 +70,7 @@ class OutputFile:
                 if done % PAGE:  # a short write: what follows is not aligned
                     break
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in UNSUPPORTED:
                 raise
             self.direct = False
         return done
@@ -86,23 +98,26 @@ class PastCache:
     def __init__(self, fd: int, path: Path) -> None:
         self._fd, self._path = fd, path
         self._direct: int | None = None
+        self._tried = False
 
     def read(self, out: memoryview, offset: int) -> int:
         """Read up to the length of `out`; the number of bytes, 0 at the end of the file."""
-        if len(out) < WORTH or is_cached(self._fd, offset, len(out)):
-            return os.preadv(self._fd, [out], offset)
-        try:
-            return self._read_pages(out[:READ_BYTES], offset)
-        except (OSError, AttributeError):  # the file system, or the operating system, has no such thing
-            return os.preadv(self._fd, [out], offset)
+        if len(out) >= WORTH and not is_cached(self._fd, offset, len(out)):
+            if not self._tried:
+                self._direct, self._tried = open_direct(self._path, os.O_RDONLY), True
+            if self._direct is not None:
+                try:
+                    return self._read_pages(self._direct, out[:READ_BYTES], offset)
+                except OSError as error:
+                    if error.errno not in UNSUPPORTED:
+                        raise
+        return os.preadv(self._fd, [out], offset)
 
-    def _read_pages(self, out: memoryview, offset: int) -> int:
-        if self._direct is None:
-            self._direct = os.open(self._path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    def _read_pages(self, direct: int, out: memoryview, offset: int) -> int:
         first = offset // PAGE * PAGE
         last = (offset + len(out) + PAGE - 1) // PAGE * PAGE
         pages = _pages()[: last - first]
-        count = os.preadv(self._direct, [pages], first) - (offset - first)
+        count = os.preadv(direct, [pages], first) - (offset - first)
         count = max(0, min(count, len(out)))
         out[:count] = pages[offset - first : offset - first + count]
         return count

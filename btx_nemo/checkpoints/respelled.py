@@ -19,6 +19,7 @@ import torch
 
 from btx_nemo.checkpoints.reader import Reader
 from btx_nemo.errors import UserError
+from btx_nemo.plan.evaluate import evaluate
 from btx_nemo.plan.expr import Concat, Expr, Index, Stack, Take, infer
 from btx_nemo.plan.layout import Box, Layout
 
@@ -52,7 +53,7 @@ class RespelledReader(Reader):
 
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Read one part; only the bytes that it needs."""
-        _read(self.reader, self.table[name], box, out)
+        out.copy_(evaluate(self.table[name], {_SOURCE: self.reader}, self._layout[name], name, 0, box))
 
 
 def respelled(reader: Reader) -> Reader:
@@ -101,25 +102,3 @@ def _with_experts_stacked(table: dict[str, Expr]) -> dict[str, Expr]:
             raise UserError(f"checkpoint: {key} of expert {lost} is missing, although there are {len(parts)}")
         result[key] = Stack(tuple(parts[number] for number in range(len(parts))))
     return result
-
-
-def _read(reader: Reader, expr: Expr, box: Box, out: torch.Tensor) -> None:
-    """The part `box` of an expression of Take, Index, Concat (of rows) and Stack into `out`."""
-    if isinstance(expr, Take):
-        reader.read_into(expr.name, box, out)
-    elif isinstance(expr, Index):
-        whole = ((expr.index, expr.index + 1), *box)
-        _read(reader, expr.of, whole, out[None])
-    elif isinstance(expr, Stack):
-        for row, number in enumerate(range(*box[0])):
-            _read(reader, expr.parts[number], box[1:], out[row])
-    else:
-        assert isinstance(expr, Concat)
-        first = 0
-        for part in expr.parts:
-            size = infer(part, {_SOURCE: reader.layout()}).shape[0]
-            low, high = max(box[0][0], first), min(box[0][1], first + size)
-            if low < high:
-                rows = out[low - box[0][0] : high - box[0][0]]
-                _read(reader, part, ((low - first, high - first), *box[1:]), rows)
-            first += size

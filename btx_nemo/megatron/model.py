@@ -17,6 +17,7 @@ from btx_nemo.megatron.specs import block_spec
 from btx_nemo.routers import router_class
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FULL_RECOMPUTATION = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def transformer_config(
@@ -30,28 +31,6 @@ def transformer_config(
     """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    mixture: dict[str, Any] = {}
-    if model.moe is not None:
-        mixture = dict(
-            num_moe_experts=model.moe.num_experts,
-            moe_router_dtype="fp32",
-            moe_router_load_balancing_type="none",  # the balance loss is our router's
-            moe_token_dispatcher_type="alltoall",
-            moe_ffn_hidden_size=model.ffn_hidden_size,
-            moe_grouped_gemm=False,
-            moe_layer_freq=[int(model.is_mixture(layer)) for layer in range(model.num_layers)],
-            moe_shared_expert_intermediate_size=model.moe.shared_expert_intermediate_size or None,
-            moe_shared_expert_gate=model.moe.shared_expert_gate,
-            **router_class(model.moe.router).megatron_settings(model),
-        )
-    if recompute == "full":
-        mixture |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    window: dict[str, Any] = {}
-    if model.sliding_window is not None:
-        window = dict(
-            window_size=(model.sliding_window - 1, 0),  # Megatron counts the positions before a token's own
-            window_attn_skip_freq=[int(model.is_sliding(layer)) for layer in range(model.num_layers)],
-        )
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -86,8 +65,35 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **mixture,
-        **window,
+        **_mixture_settings(model),
+        **_window_settings(model),
+        **(FULL_RECOMPUTATION if recompute == "full" else {}),
+    )
+
+
+def _mixture_settings(model: ModelConfig) -> dict[str, Any]:
+    if model.moe is None:
+        return {}
+    return dict(
+        num_moe_experts=model.moe.num_experts,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",  # the balance loss is our router's
+        moe_token_dispatcher_type="alltoall",
+        moe_ffn_hidden_size=model.ffn_hidden_size,
+        moe_grouped_gemm=False,
+        moe_layer_freq=[int(model.is_mixture(layer)) for layer in range(model.num_layers)],
+        moe_shared_expert_intermediate_size=model.moe.shared_expert_intermediate_size or None,
+        moe_shared_expert_gate=model.moe.shared_expert_gate,
+        **router_class(model.moe.router).megatron_settings(model),
+    )
+
+
+def _window_settings(model: ModelConfig) -> dict[str, Any]:
+    if model.sliding_window is None:
+        return {}
+    return dict(
+        window_size=(model.sliding_window - 1, 0),  # Megatron counts the positions before a token's own
+        window_attn_skip_freq=[int(model.is_sliding(layer)) for layer in range(model.num_layers)],
     )
 
 

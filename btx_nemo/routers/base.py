@@ -27,6 +27,7 @@ from btx_nemo.plan.expr import Expr, Normal
 from btx_nemo.routers.foreign import check_megatron
 from btx_nemo.routers.losses import LOSSES, Decision, check_loss_names
 from btx_nemo.routers.noise import generator_of, micro_batch_seed
+from btx_nemo.routers.ranks import gather
 from btx_nemo.routers.rows import FrozenRows, check_frozen_rows
 from btx_nemo.routers.statistics import RoutingStatistics
 
@@ -244,12 +245,8 @@ class BaseRouter(Router):
 
     def gather_tokens(self, values_TX: Tensor) -> tuple[Tensor, slice]:
         """A constant [T, X] of all ranks that share the micro-batch, by position, and where this rank's tokens lie."""
-        group, size = self.tp_cp_group, values_TX.shape[0]
-        if group.size() == 1:
-            return values_TX, slice(None)
-        parts = [torch.empty_like(values_TX) for _ in range(group.size())]
-        torch.distributed.all_gather(parts, values_TX.contiguous(), group=group)
-        return torch.cat(parts), slice(group.rank() * size, (group.rank() + 1) * size)
+        rank, size = self.tp_cp_group.rank(), values_TX.shape[0]
+        return torch.cat(gather(values_TX, self.tp_cp_group)), slice(rank * size, (rank + 1) * size)
 
     # Noise that is the same at every layout, and the same again when activations are recomputed.
 

@@ -6,14 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
 from btx_nemo.routers.functional import capacity_of, top_k_gates, within_capacity
+from btx_nemo.routers.ranks import sum_of_earlier
 
 
 class SwitchRouter(BaseRouter):
@@ -57,13 +56,6 @@ class SwitchRouter(BaseRouter):
         """Drops what is over an expert's capacity, in order of position over all ranks that share the micro-batch."""
         if not self.settings.capacity_factor:
             return selected_TE
-        group = self.tp_cp_group
         capacity = capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor)
-        if group.size() == 1:
-            return within_capacity(selected_TE, capacity)
-        counts_E = selected_TE.sum(dim=0)
-        counts = [torch.empty_like(counts_E) for _ in range(group.size())]
-        dist.all_gather(counts, counts_E, group=group)
-        # Sequence parallelism gives the ranks successive parts of the sequence.
-        earlier_E = torch.stack([torch.zeros_like(counts_E), *counts[: group.rank()]]).sum(dim=0)
+        earlier_E = sum_of_earlier(selected_TE.sum(dim=0), self.tp_cp_group)
         return within_capacity(selected_TE, capacity, earlier_E)

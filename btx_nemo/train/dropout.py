@@ -12,13 +12,13 @@ import functools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from btx_nemo.config.schema import DropoutConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers.noise import generator_of, micro_batch_seed
+from btx_nemo.routers.ranks import gather, sum_of_earlier
 
 EMBEDDING, ATTENTION, FEED_FORWARD, EXPERT = range(101, 105)
 """What a mask is for, as a part of its seed."""
@@ -96,11 +96,9 @@ class ExpertDropout:
         if not router.training:
             return
         sent_E = output[1].sum(dim=0)
-        earlier_E = torch.zeros_like(sent_E)
-        for sent in _gather(sent_E, router.tp_cp_group)[: router.tp_cp_group.rank()]:
-            earlier_E += sent
+        earlier_E = sum_of_earlier(sent_E, router.tp_cp_group)
         seed = torch.full_like(sent_E[:1], micro_batch_seed())
-        rows = torch.stack(_gather(torch.cat([seed, earlier_E, sent_E]), self.group)).tolist()
+        rows = torch.stack(gather(torch.cat([seed, earlier_E, sent_E]), self.group)).tolist()
         experts = len(sent_E)
         self.sources = [(row[0], row[1 : experts + 1], row[experts + 1 :]) for row in rows]
 
@@ -120,11 +118,3 @@ class ExpertDropout:
         if kept_TF.shape != hidden_TF.shape:
             raise RuntimeError(f"expert {expert} got {hidden_TF.shape[0]} tokens, its router sent {kept_TF.shape[0]}")
         return (_drop(hidden_TF, kept_TF, self.share), *args[1:])
-
-
-def _gather(values: Tensor, group: Any) -> list[Tensor]:
-    if group.size() == 1:
-        return [values]
-    parts = [torch.empty_like(values) for _ in range(group.size())]
-    dist.all_gather(parts, values, group=group)
-    return parts

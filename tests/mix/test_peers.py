@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from btx_testing.mixing import SMALL, add_tokenizer, make_models
-from btx_testing.models import hf_logits, make_llama, probe_tokens
+from btx_testing.models import hf_logits, make_llama, probe_tokens, randomise
 from btx_testing.tensors import load_folder
 from safetensors.torch import save_file
 
@@ -127,14 +127,8 @@ def test_fresh_routers_are_not_saturated(tmp_path: Path) -> None:
 
 
 def test_a_seed_mixed_with_itself_keeps_its_logits_with_biases(tmp_path: Path) -> None:
-    """Where a family has attention biases, they are kept."""
+    """Attention biases are kept."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from btx_nemo.families.architecture import architectures
-
-    if "qwen2" not in architectures():
-        pytest.skip("no family with attention biases")
-    from btx_testing.models import randomise
 
     settings = {key: value for key, value in SMALL.items() if key != "head_dim"}
     model = Qwen2ForCausalLM(Qwen2Config(**settings, tie_word_embeddings=False, rope_theta=1e4))

@@ -186,3 +186,17 @@ class BtxMoeBlock(nn.Module):
         ]
         out_TH = torch.zeros_like(hidden_TH)
         return out_TH.index_add(0, token_P, torch.cat(outputs).to(out_TH.dtype)) if outputs else out_TH
+
+
+def balance_loss(logits: tuple[Tensor, ...], selected: tuple[Tensor, ...], mask_BS: Tensor | None) -> Tensor:
+    """Switch's balance loss N sum_i f_i p_i, f the share of assignments, summed over layers; L when uniform.
+
+    transformers' own pools the layers and is k times larger for k experts a token. Padding does not count.
+    """
+    total = logits[0].new_zeros(())
+    for logits_TE, selected_TE in zip(logits, selected):
+        weight_T1 = torch.ones_like(logits_TE[:, :1]) if mask_BS is None else mask_BS.reshape(-1, 1).to(logits_TE)
+        share_E = (selected_TE * weight_T1).sum(dim=0)
+        probs_E = (logits_TE.softmax(dim=-1) * weight_T1).sum(dim=0) / weight_T1.sum()
+        total = total + logits_TE.shape[-1] * (share_E / share_E.sum() * probs_E).sum().to(total.device)
+    return total

@@ -21,7 +21,7 @@ from transformers.utils import can_return_tuple
 
 from .attention_btx_moe import BtxMoeAttention, BtxMoeRMSNorm, BtxMoeRotary
 from .configuration_btx_moe import BtxMoeConfig
-from .experts_btx_moe import BtxMoeBlock, BtxMoeMLP, BtxMoeRouter
+from .experts_btx_moe import BtxMoeBlock, BtxMoeMLP, BtxMoeRouter, balance_loss
 
 # transformers 4 copies only the files that this one names.
 from .routing_btx_moe import top_k_gates as _  # noqa: F401
@@ -208,20 +208,6 @@ class BtxMoeModel(BtxMoePreTrainedModel):
             for kind, (make, takes) in MASKS.items()
             if kind in self.attention_types
         }
-
-
-def balance_loss(logits: tuple[Tensor, ...], selected: tuple[Tensor, ...], mask_BS: Tensor | None) -> Tensor:
-    """Switch's balance loss N sum_i f_i p_i, f the share of assignments, summed over layers; L when uniform.
-
-    transformers' own pools the layers and is k times larger for k experts a token. Padding does not count.
-    """
-    total = logits[0].new_zeros(())
-    for logits_TE, selected_TE in zip(logits, selected):
-        weight_T1 = torch.ones_like(logits_TE[:, :1]) if mask_BS is None else mask_BS.reshape(-1, 1).to(logits_TE)
-        share_E = (selected_TE * weight_T1).sum(dim=0)
-        probs_E = (logits_TE.softmax(dim=-1) * weight_T1).sum(dim=0) / weight_T1.sum()
-        total = total + logits_TE.shape[-1] * (share_E / share_E.sum() * probs_E).sum().to(total.device)
-    return total
 
 
 class BtxMoeForCausalLM(BtxMoePreTrainedModel, GenerationMixin):
