@@ -17,7 +17,7 @@ from btx_nemo.mix.operations.base import (
     moe_of,
     pairs_of,
     same_anchors,
-    shared_of,
+    shared_with_pairs,
 )
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
 from btx_nemo.mix.recipes.flexolmo import row
@@ -33,11 +33,7 @@ def add(given: Ingredients) -> Mixture:
     for name in given.experts:
         if name in moe.experts:
             raise UserError(f"experts.{name}: the mixture has an expert of that name; use recipe=upgrade")
-    shared = shared_of(given)
-    if shared and len(pairs_of(given)) < len(given.experts):
-        raise UserError("recipe=add: a BAR mixture takes two-expert models, whose shared tensors are averaged")
-    for pair in pairs_of(given) if shared else ():
-        shared = shared.with_pair(given, pair) if shared else None
+    shared = shared_with_pairs(given, "add")
 
     def expert(layer: int, number: int, part: str) -> Expr:
         if number < count:

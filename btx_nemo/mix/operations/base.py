@@ -97,6 +97,21 @@ def pairs_of(given: Ingredients) -> tuple[str, ...]:
     return tuple(name for name in given.experts if given.models[name].moe is not None)
 
 
+def shared_with_pairs(given: Ingredients, operation: str) -> Shared | None:
+    """As `shared_of`, with the shared tensors of the two-expert models that are added or take others' places.
+
+    Raises UserError for a dense specialist, which has none that were trained beside the anchor.
+    """
+    shared = shared_of(given)
+    if shared is None:
+        return None
+    if len(pairs_of(given)) < len(given.experts):
+        raise UserError(f"recipe={operation}: a BAR mixture takes two-expert models, whose shared tensors are averaged")
+    for pair in pairs_of(given):
+        shared = shared.with_pair(given, pair)
+    return shared
+
+
 def same_anchors(given: Ingredients, moe: MoEConfig, shared: Shared | None) -> Same:
     """Two-expert models must have the mixture's anchor, and its shared tensors where these are no averages."""
     pairs = pairs_of(given)

@@ -47,8 +47,9 @@ def remove(given: Ingredients) -> Mixture:
             raise UserError("names: a slice cannot leave its domain; name whole domains")
         limit = options["groups"] = len(kept_groups)
     shared = shared_of(given)
-    for name in leaving if shared else ():
-        shared = shared.without(name) if shared else None
+    if shared:
+        for name in leaving:
+            shared = shared.without(name)
 
     def router(target: str) -> Expr:
         whole = Take(given.seed, target)

@@ -16,7 +16,7 @@ from btx_nemo.mix.operations.base import (
     number_of,
     pairs_of,
     same_anchors,
-    shared_of,
+    shared_with_pairs,
 )
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, register
 from btx_nemo.mix.recipes.flexolmo import row
@@ -32,11 +32,7 @@ def upgrade(given: Ingredients) -> Mixture:
     if ANCHOR in given.experts:
         raise UserError(f"experts.{ANCHOR}: all experts were trained beside the anchor; train and merge them again")
     newer = {number_of(moe, name): name for name in given.experts}
-    shared, pairs = shared_of(given), pairs_of(given)
-    if shared and len(pairs) < len(given.experts):
-        raise UserError("recipe=upgrade: a BAR mixture takes two-expert models, whose shared tensors are averaged")
-    for pair in pairs if shared else ():
-        shared = shared.with_pair(given, pair) if shared else None
+    shared, pairs = shared_with_pairs(given, "upgrade"), pairs_of(given)
 
     def expert(layer: int, number: int, part: str) -> Expr:
         if number in newer:
