@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import queue
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,12 +35,6 @@ def _with_submodules(mlp: Any, **changes: Any) -> Any:
         submodules = dataclasses.replace(mlp.keywords["submodules"], **changes)
         return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
     return dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, **changes))
-
-
-def supported(function: Callable[..., Any], **candidates: Any) -> dict[str, Any]:
-    """Those of the keyword arguments that the function's signature knows."""
-    known = inspect.signature(function).parameters
-    return {name: value for name, value in candidates.items() if name in known}
 
 
 def mark_tensor_parallel(gpt: Any) -> None:

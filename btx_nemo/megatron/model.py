@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import attention_factor, inverse_frequencies
 from btx_nemo.families.table import dense_width, padded_vocabulary
 from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
+from btx_nemo.megatron.precision import DTYPES
 from btx_nemo.megatron.specs import block_spec
 from btx_nemo.routers import router_class
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FULL_RECOMPUTATION = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
@@ -27,8 +28,12 @@ def transformer_config(
     precision: str = "fp32",
     recompute: str = "none",
     per_token_loss: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
+    """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none.
+
+    `settings` are further keywords for it, or other values for those of a mixture: `transformer_settings`.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -58,6 +63,7 @@ def transformer_config(
         pipeline_dtype=DTYPES[precision],
         params_dtype=DTYPES[precision],
         bf16=precision == "bf16",
+        fp16=precision == "fp16",
         perform_initialization=False,
         use_cpu_initialization=True,
         # Fusions that need Apex or CUDA kernels; Megatron's plain torch forms are exact everywhere.
@@ -65,7 +71,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_mixture_settings(model),
+        **{**_mixture_settings(model), **(settings or {})},
         **_window_settings(model),
         **(FULL_RECOMPUTATION if recompute == "full" else {}),
     )
@@ -105,24 +111,31 @@ def build_model(
     router: RouterConfig | None = None,
     recompute: str = "none",
     per_token_loss: bool = False,
+    settings: Mapping[str, Any] | None = None,
     transformer_engine: bool | None = None,
 ) -> torch.nn.Module:
     """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered.
 
-    `transformer_engine` is `block_spec`'s.
+    `settings` are `transformer_config`'s, `transformer_engine` is `block_spec`'s.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from btx_nemo.megatron.platform import device
 
-    config = transformer_config(model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss)
+    config = transformer_config(
+        model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss, settings=settings
+    )
     per_stage = model.num_layers // layout.pp
     first = mpu.get_pipeline_model_parallel_rank() * per_stage
     gpt = GPTModel(
         config,
         block_spec(
-            model, router or RouterConfig(), range(first, first + per_stage), transformer_engine=transformer_engine
+            model,
+            router or RouterConfig(),
+            range(first, first + per_stage),
+            transformer_engine=transformer_engine,
+            grouped=config.moe_grouped_gemm,
         ),
         vocab_size=padded_vocabulary(model.vocab_size),
         max_sequence_length=model.max_position_embeddings,

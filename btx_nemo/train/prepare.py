@@ -14,14 +14,15 @@ from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
-from btx_nemo.config.schema import NO_EFFECT, TrainConfig
+from btx_nemo.config.schema import KERNELS, NO_EFFECT, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.sizes import check_sizes
-from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
+from btx_nemo.megatron.precision import Device
+from btx_nemo.megatron.preflight import check_precision
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import check_loss_names
 from btx_nemo.train.dropout import check_dropout
@@ -32,6 +33,8 @@ from btx_nemo.train.source import ModelSource, fresh_source, open_source, overri
 STAGES = ("expert", "mix", "router")
 MAY_CHANGE = (*NO_EFFECT, "out")
 """Keys that a resumed run may change."""
+KERNEL_KEYS = tuple(f"moe.{key}" for key in KERNELS)
+"""So are these."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,6 @@ class Prepared:
 def prepare(config: TrainConfig) -> Prepared:
     """Checks the whole configuration against the model, the data, the ranks and the run directory."""
     check_choice("stage", config.stage, STAGES)
-    check_choice("precision", config.precision, DTYPES)
     check_choice("recompute", config.recompute, ("none", "full"))
     for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
         if getattr(config, name) < 1:
@@ -73,6 +75,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_dropout(config.dropout, source.model)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)
+    check_precision(config, source.model, Device.here())
     dp_size = ranks // (config.layout.tp * config.layout.pp)
     num_microbatches(
         global_batch_size=config.global_batch_size, micro_batch_size=config.micro_batch_size, dp_size=dp_size
@@ -175,7 +178,7 @@ def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
     fixed = [key for key in now if key in before and key not in may_change]
     then, now = (flat({key: values[key] for key in fixed}) for values in (before, now))
     for key in {**now, **then}:
-        if then.get(key) != now.get(key):
+        if key not in KERNEL_KEYS and then.get(key) != now.get(key):
             raise UserError(
                 f"out={out}: was started with {key}={then.get(key)}, now {key}={now.get(key)}; "
                 "resume with the old value, or choose another out"

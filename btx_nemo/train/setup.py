@@ -7,6 +7,7 @@ from typing import Any
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.load import load_weights
 from btx_nemo.megatron.model import build_model
+from btx_nemo.megatron.precision import Device, transformer_settings
 from btx_nemo.train.dropout import install_dropout
 from btx_nemo.train.freeze import freeze
 from btx_nemo.train.optimizer import build_optimizer
@@ -29,6 +30,7 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         router=config.router,
         recompute=config.recompute,
         per_token_loss=config.per_token_loss,
+        settings=transformer_settings(config, source.model, Device.here()),
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
     if config.freeze or config.train:
@@ -36,7 +38,7 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
     install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
     module = gpt
-    if config.precision == "bf16":
+    if config.precision != "fp32":
         from megatron.core.transformer.module import Float16Module
 
         module = Float16Module(transformer_config, gpt)

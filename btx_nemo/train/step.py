@@ -16,6 +16,7 @@ from torch import Tensor
 
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
+from btx_nemo.train.optimizer_state import agree_on_loss_scale
 from btx_nemo.train.routing import routers
 
 
@@ -159,6 +160,7 @@ def train_step(
     )
     lr = trainee.scheduler.get_lr({})
     ok, grad_norm, _ = trainee.optimizer.step()
+    agree_on_loss_scale(trainee.optimizer)
     if ok:
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):
