@@ -208,7 +208,7 @@ def test_experts_are_grouped_where_nothing_speaks_against_it(
     settings = config(**changes)
     assert grouped_experts(settings, MIXTURE, device) is expected
     if not expected and settings.moe.experts == "auto":
-        with pytest.raises(UserError, match="moe.experts=grouped: .*; give moe.experts=auto"):
+        with pytest.raises(UserError, match=r"moe.experts=grouped: .*; give moe.experts=auto"):
             check_precision(dataclasses.replace(settings, moe=MoEOverride(experts="grouped")), MIXTURE, device)
 
 
@@ -308,5 +308,5 @@ def test_flex_refuses_routers_that_send_a_token_to_any_number_of_experts() -> No
     settings = config(moe=MoEOverride(dispatcher="flex"), layout=LayoutConfig(ep=2))
     check_precision(settings, MIXTURE, HOPPER)
     switch = dataclasses.replace(MIXTURE, moe=MoEConfig(num_experts=4, router="switch", top_k=1))
-    with pytest.raises(UserError, match="a fixed number of experts, which moe.router=switch does not"):
+    with pytest.raises(UserError, match=r"a fixed number of experts, which moe.router=switch does not"):
         check_precision(settings, switch, HOPPER)

@@ -12,7 +12,6 @@ from btx_testing import train_jobs
 from btx_testing.pool import RankPool
 from btx_testing.runs import TinyWorld
 
-
 ANNEAL = {
     "linear": lambda x: 1 - x,
     "cosine": lambda x: 0.5 * (1 + math.cos(math.pi * x)),
