@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-
-import torch
-
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.estimate.suggest import flops
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.megatron.platform import has_gpu
+from btx_nemo.megatron.platform import device_name, peak_memory
 
 PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("GB200", {"fp32": 80e12, "bf16": 2500e12, "fp16": 2500e12}),
@@ -32,8 +27,8 @@ def peak_flops(config: TrainConfig) -> float | None:
     """Peak FLOP/s of this process's device: what the configuration says, or what its name does; None where unknown."""
     if config.log.peak_flops is not None:
         return config.log.peak_flops
-    name = torch.cuda.get_device_name() if has_gpu() else ""
-    return next((peaks[config.precision] for part, peaks in PEAKS if part in name), None)
+    name = device_name()
+    return next((peaks.get(config.precision) for part, peaks in PEAKS if part in name), None)
 
 
 class Throughput:
@@ -50,10 +45,3 @@ class Throughput:
             "flops_utilization": round(rate / self.peak, 4) if self.peak else None,
             "memory_bytes": peak_memory(),
         }
-
-
-def peak_memory() -> int:
-    """Bytes: the most that tensors took on this rank's GPU, or that this process took where there is none."""
-    if has_gpu():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
