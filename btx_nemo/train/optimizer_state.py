@@ -92,6 +92,11 @@ def agree_on_loss_scale(optimizer: Any) -> None:
             part.grad_scaler.load_state_dict(state)
 
 
+def loss_scale_is_least(optimizer: Any) -> bool:
+    """Whether there is a loss scale that can fall no further."""
+    return any(bool(scaler.scale <= scaler.min_scale) for scaler in _scalers(optimizer))
+
+
 def _loss_scale_state(optimizer: Any) -> dict[str, float]:
     """Plain numbers, the same on every rank and in every part; empty without a loss scale."""
     states = [scaler.state_dict() for scaler in _scalers(optimizer)]

@@ -23,7 +23,7 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(
     """Neither the weights nor the schedule move; the scale falls until the gradients fit, then grows again."""
     options = {**HUGE, "lr": 1e-3, "warmup_steps": 4}
     model: Path = getattr(world, kind)
-    results = ranks.run(train_jobs.loss_scales, str(model), layout, options, 30, ranks=count)
+    results = ranks.run(train_jobs.loss_scales, str(model), layout, options, 30, [], ranks=count)
     taken, scale = 0, 2.0**40
     grown = clean = 0
     for number, step in enumerate(results[0]):
@@ -46,7 +46,7 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(
 def test_experts_and_the_rest_keep_one_scale(ranks: RankPool, world: TinyWorld) -> None:
     """Only the experts' gradients overflow, in the third step; Megatron by itself would lower only their scale."""
     options = {"loss_scale": {"initial": 256.0, "hysteresis": 1}, "lr": 1e-3}
-    (found,) = ranks.run(train_jobs.loss_scales, str(world.mixture), {}, options, 4, ranks=1)
+    (found,) = ranks.run(train_jobs.loss_scales, str(world.mixture), {}, options, 4, [2], ranks=1)
     assert [step["ok"] for step in found] == [True, True, False, True]
     assert [step["scales"] for step in found] == [[256.0, 256.0]] * 2 + [[128.0, 128.0]] * 2
 
@@ -85,3 +85,12 @@ def test_a_resumed_run_has_the_scale_it_was_stopped_with(
     assert any(skipped[:4])
     assert any(skipped[5:])
     assert not all(skipped)
+
+
+def test_gradients_that_overflow_at_the_least_scale_are_told(ranks: RankPool, world: TinyWorld) -> None:
+    """So that a run of them ends by `robust.max_skipped`, and does not go on for ever."""
+    options = {"loss_scale": {"initial": 4.0, "min": 2.0, "hysteresis": 1}, "lr": 1e-3}
+    (found,) = ranks.run(train_jobs.loss_scales, str(world.mixture), {}, options, 6, [1, 2, 3], ranks=1)
+    assert [step["ok"] for step in found] == [True, False, False, False, True, True]
+    assert [step["scales"][0] for step in found] == [4.0] + [2.0] * 5
+    assert [step["finite"] for step in found] == [True, False, False, False, True, True]
