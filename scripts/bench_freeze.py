@@ -184,9 +184,7 @@ def main() -> None:
         stages = {name: Stage(config) for name, config in configs.items()}
         facts = measure(stages, options.rounds)
         full = stages["all"].bytes()
-        print(
-            f"{'trains':18} {'parameters':>10} {'s':>7} {'wall':>6} {'cpu':>6} {'optimizer':>9} {'grads':>8} {'kept':>6}"
-        )
+        print("trains             parameters       s   wall    cpu optimizer    grads   kept")
         for name, stage in stages.items():
             times = facts[name]
             optimizer, gradients, kept = (size / whole for size, whole in zip(stage.bytes(), full))
