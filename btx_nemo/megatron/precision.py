@@ -15,7 +15,7 @@ import torch
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.megatron.platform import has_gpu
+from btx_nemo.megatron.platform import capability, cuda_version
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GROUPED_GEMM = "1.9"
@@ -38,14 +38,10 @@ class Device:
     @classmethod
     def here(cls) -> Device:
         """This process's."""
-        if not has_gpu():
+        if capability() is None:
             return cls(None)
-        return cls(
-            torch.cuda.get_device_capability(),
-            numbers(torch.version.cuda or "0.0"),
-            _transformer_engine(),
-            importlib.util.find_spec("deep_ep") is not None,
-        )
+        deep_ep = importlib.util.find_spec("deep_ep") is not None
+        return cls(capability(), numbers(cuda_version() or "0.0"), _transformer_engine(), deep_ep)
 
     @property
     def name(self) -> str:
