@@ -5,15 +5,17 @@ Shape suffixes: B micro-batch, S sequence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
 from btx_nemo.train.routing import routers
@@ -45,9 +47,9 @@ class Trainee:
     """A model that trains: this rank's part of it, wrapped, with its optimizer."""
 
     gpt: Any
-    """The bare GPTModel."""
-    wrapped: Any
-    """The same in Megatron's DistributedDataParallel."""
+    """The bare GPTModel, or its `Chunks`."""
+    wrapped: list[Any]
+    """The same in Megatron's DistributedDataParallel, a virtual pipeline stage each."""
     optimizer: Any
     scheduler: Any
 
@@ -57,37 +59,44 @@ class _ForwardStep:
     """Megatron's forward_step_func. Each micro-batch has its own seed, the same at every layout."""
 
     seed: int
+    per_token_loss: bool
     first: int
     """Number of the global batch's first micro-batch since the beginning of the run."""
     routers: list[Any]
     """This rank's."""
-    done: int = 0
-    """Micro-batches that this rank has seen of the global batch."""
+    done: dict[int, int] = field(default_factory=dict)
+    """Micro-batches of the global batch that each virtual pipeline stage has seen, by the stage's identity."""
 
     def __call__(self, batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
         from megatron.core import parallel_state as mpu
 
-        number = self.first + self.done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
-        self.done += 1
+        done = self.done.get(id(model), 0)
+        self.done[id(model)] = done + 1
+        number = self.first + done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
         torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
         batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
-        mask_BS = batch["loss_mask"]
-        count = mask_BS.sum()
+        count = batch["loss_mask"].sum()
         for router in self.routers:
             router.loss_tokens[micro_batch_seed()] = count
+        batch = context_parallel_part(batch)
+        mask_BS = batch["loss_mask"]
         losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
         def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total = (losses_BS.float() * mask_BS).sum()
-            # Megatron divides: by this count and the number of micro-batches, or by the step's tokens.
-            return total, count.int(), {"total": total.detach().clone(), "count": count}
+            total, count_here = (losses_BS.float() * mask_BS).sum(), mask_BS.sum()
+            seen = {"total": total.detach().clone(), "count": count_here}
+            # Megatron divides by the number of tokens: of the step, which it adds up over all ranks, or of the
+            # micro-batch, and then averages over the data- and context-parallel ranks, the latter of which have parts.
+            if self.per_token_loss:
+                return total, count_here.int(), seen
+            return total * mpu.get_context_parallel_world_size(), count.int(), seen
 
         return losses_BS, loss_function
 
 
 def _run_schedule(
-    model: Any,
+    trainee: Trainee,
     batches: Iterator,
     *,
     microbatches: int,
@@ -101,10 +110,14 @@ def _run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     first = step * microbatches * mpu.get_data_parallel_world_size()
+    stages = len(trainee.wrapped)
     return get_forward_backward_func()(
-        forward_step_func=_ForwardStep(seed, first, routers(model)),
-        data_iterator=batches,
-        model=[model],
+        forward_step_func=_ForwardStep(
+            seed, trainee.gpt.config.calculate_per_token_loss, first, routers(trainee.gpt)
+        ),
+        # Every virtual stage sees every micro-batch, at another time.
+        data_iterator=list(itertools.tee(batches, stages)) if stages > 1 else batches,
+        model=trainee.wrapped,
         num_microbatches=microbatches,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -144,11 +157,12 @@ def train_step(
     """
     for router in routers(trainee.gpt):
         router.begin_step(step)
-    trainee.wrapped.train()
-    trainee.wrapped.zero_grad_buffer()
+    for stage in trainee.wrapped:
+        stage.train()
+        stage.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     outputs = _run_schedule(
-        trainee.wrapped,
+        trainee,
         batches,
         microbatches=microbatches,
         micro_batch_size=micro_batch_size,
@@ -171,10 +185,11 @@ def mean_validation_loss(
     trainee: Trainee, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int
 ) -> float:
     """Mean cross-entropy per token over `microbatches` of every data-parallel rank, with no gradient."""
-    trainee.wrapped.eval()
+    for stage in trainee.wrapped:
+        stage.eval()
     with torch.no_grad():
         outputs = _run_schedule(
-            trainee.wrapped,
+            trainee,
             batches,
             microbatches=microbatches,
             micro_batch_size=micro_batch_size,
