@@ -10,7 +10,7 @@ from btx_nemo.families.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """How ranks share the model; what is left over is data parallel (DP = ranks / (tp * pp * cp)). See docs/layouts.md."""
+    """How ranks share the model; what is left over is data parallel (DP = ranks / (tp * pp * cp))."""
 
     tp: int = 1
     """Tensor-parallel ranks; with more than one, sequence parallelism is on as well."""

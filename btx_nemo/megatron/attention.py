@@ -65,9 +65,7 @@ def positions_here(length: int) -> Tensor:
     """Positions in the whole sequence of the `length` that this context-parallel rank has."""
     from megatron.core import parallel_state as mpu
 
-    return context_positions(
-        length, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
-    )
+    return context_positions(length, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
 
 
 @functools.cache

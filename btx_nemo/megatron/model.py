@@ -127,7 +127,7 @@ class Chunks(torch.nn.ModuleList):
         return {
             f"{number}.{name}": value
             for number, chunk in enumerate(self)
-            for name, value in chunk.sharded_state_dict(**kwargs).items()
+            for name, value in chunk.sharded_state_dict(**kwargs).items()  # type: ignore[operator]
         }
 
 

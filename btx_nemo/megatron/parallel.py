@@ -74,9 +74,8 @@ def check_batch(layout: LayoutConfig, *, seq_length: int, microbatches: int) -> 
         raise UserError(f"data.seq_length={seq_length}: layout tp={layout.tp} cp={layout.cp}: {what}, {parts}")
     if layout.vpp > 1 and microbatches % layout.pp:
         raise UserError(
-            f"layout.vpp={layout.vpp}: the interleaved schedule needs a multiple of pp={layout.pp} micro-batches a step "
-            f"and data-parallel rank, not {microbatches}; change global_batch_size or micro_batch_size, or set "
-            "layout.vpp=1"
+            f"layout.vpp={layout.vpp}: the interleaved schedule needs a multiple of pp={layout.pp} micro-batches, "
+            f"not {microbatches} a step and data-parallel rank; change global_batch_size or micro_batch_size, or set layout.vpp=1"
         )
 
 

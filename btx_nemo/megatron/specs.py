@@ -39,7 +39,7 @@ def block_spec(
         if kind not in kinds:
             kinds[kind] = _layer(model, router, *kind, transformer_engine)
             if context_parallel and not transformer_engine:
-                kinds[kind] = _with_gathered_keys(kinds[kind])
+                kinds[kind] = _with_core_attention(kinds[kind], gathered_keys_attention())
         specs.append(kinds[kind])
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 
@@ -78,10 +78,10 @@ def _attention(model: ModelConfig, attention: Any, scaled_rope: bool) -> Any:
     return attention
 
 
-def _with_gathered_keys(layer: Any) -> Any:
-    """A local layer with a core attention that knows context parallelism."""
+def _with_core_attention(layer: Any, core_attention: Any) -> Any:
+    """A layer with another core attention."""
     attention = layer.submodules.self_attention
-    submodules = dataclasses.replace(attention.submodules, core_attention=gathered_keys_attention())
+    submodules = dataclasses.replace(attention.submodules, core_attention=core_attention)
     attention = dataclasses.replace(attention, submodules=submodules)
     return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=attention))
 

@@ -1,7 +1,7 @@
 """What the ranks that share a micro-batch hold, and where in its sequences that lies; of constants, no gradient flows.
 
-Context parallelism cuts a sequence into 2 * cp pieces and gives rank r the pieces r and 2 * cp - 1 - r, so that all have
-as many earlier tokens to look at; sequence parallelism cuts what a context-parallel rank has into successive parts.
+Context parallelism cuts a sequence into 2 * cp pieces and gives rank r the pieces r and 2 * cp - 1 - r, so that all
+have as many earlier tokens to look at; sequence parallelism cuts what such a rank has into successive parts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Places:
         return torch.cat([self.of(rank, length) for rank in range(self.group.size())])
 
     def sum_of_earlier(self, values_PX: Tensor) -> Tensor:
-        """[P, X], a row for each part, in and out: the sum over all parts, of all ranks, that lie before. Collective."""
+        """[P, X], a row for each part, in and out: the sum over the parts, of all ranks, before it. Collective."""
         whole_X = torch.cat(gather(values_PX, self.group))
         place = self.all(self.parts).to(whole_X.device)
         whole_X = whole_X[place.argsort()]

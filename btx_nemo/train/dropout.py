@@ -60,7 +60,9 @@ def _drop_output(config: Any, share: float, place: tuple[int, int], module: Any,
     from megatron.core import parallel_state as mpu
 
     # Each rank has its part of the sequence; without sequence parallelism, tensor-parallel ranks have the same.
-    group = mpu.get_tensor_and_context_parallel_group() if config.sequence_parallel else mpu.get_context_parallel_group()
+    group = (
+        mpu.get_tensor_and_context_parallel_group() if config.sequence_parallel else mpu.get_context_parallel_group()
+    )
     length, generator = hidden_SBH.shape[0], generator_of(hidden_SBH.device, micro_batch_seed(), *place)
     whole_SBH = _draw(share, (group.size() * length, *hidden_SBH.shape[1:]), generator)
     kept_SBH = whole_SBH[Places(group, config.context_parallel_size).here(length).to(whole_SBH.device)]

@@ -112,9 +112,7 @@ def _run_schedule(
     first = step * microbatches * mpu.get_data_parallel_world_size()
     stages = len(trainee.wrapped)
     return get_forward_backward_func()(
-        forward_step_func=_ForwardStep(
-            seed, trainee.gpt.config.calculate_per_token_loss, first, routers(trainee.gpt)
-        ),
+        forward_step_func=_ForwardStep(seed, trainee.gpt.config.calculate_per_token_loss, first, routers(trainee.gpt)),
         # Every virtual stage sees every micro-batch, at another time.
         data_iterator=list(itertools.tee(batches, stages)) if stages > 1 else batches,
         model=trainee.wrapped,
