@@ -75,12 +75,12 @@ def check_batch(layout: LayoutConfig, *, seq_length: int, microbatches: int) -> 
     if layout.vpp > 1 and microbatches % layout.pp:
         raise UserError(
             f"layout.vpp={layout.vpp}: the interleaved schedule needs a multiple of pp={layout.pp} micro-batches, "
-            f"not {microbatches} a step and data-parallel rank; change global_batch_size or micro_batch_size, or set layout.vpp=1"
+            f"not {microbatches} a step and rank; change global_batch_size or micro_batch_size, or set layout.vpp=1"
         )
 
 
 def context_parallel_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this context-parallel rank has of a micro-batch, whose tensors are [B, S]; see `routers/ranks.py`."""
+    """What this context-parallel rank has of a micro-batch's tensors [B, S]; [B] stay. See `routers/ranks.py`."""
     from megatron.core import parallel_state as mpu
 
     ranks = mpu.get_context_parallel_world_size()
@@ -88,7 +88,7 @@ def context_parallel_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return batch
     length = batch["tokens"].shape[1] // ranks
     positions = context_positions(length, mpu.get_context_parallel_rank(), ranks).to(batch["tokens"].device)
-    return {key: value.index_select(1, positions) for key, value in batch.items()}
+    return {key: value.index_select(1, positions) if value.dim() == 2 else value for key, value in batch.items()}
 
 
 @contextlib.contextmanager
