@@ -179,8 +179,10 @@ class TrainConfig:
     precision: str = "fp32"
     """fp32, or bf16 with fp32 main weights in the optimizer. A router is fp32 in both."""
     recompute: str = "none"
-    """What is computed again in the backward pass, which saves memory and changes nothing: none, attention (scores and
-    probabilities), mlp (feed-forward blocks, dense or of experts), or full (everything but each layer's input)."""
+    """What is computed again in the backward pass, which saves memory and changes nothing: none, selective (the
+    `recompute_modules`) or full (all but each layer's input)."""
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """With recompute=selective: core_attn (scores and probabilities), mlp (dense blocks), moe (mixtures)."""
     steps: int
     """Optimizer steps of the whole run."""
     micro_batch_size: int
@@ -220,5 +222,16 @@ class TrainConfig:
     """Seed of fresh weights, data order and dropout."""
 
 
-NO_EFFECT = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "robust", "log", "export", "recompute")
+NO_EFFECT = (
+    "layout",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "checkpoint",
+    "robust",
+    "log",
+    "export",
+    "recompute",
+    "recompute_modules",
+)
 """Keys of TrainConfig that change nothing in what is computed."""

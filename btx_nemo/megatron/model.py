@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from btx_nemo.routers import router_class
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "none": {},
-    "attention": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-    "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp", "moe"]),
+    "selective": dict(recompute_granularity="selective"),
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 """Megatron's settings for each value of `recompute`."""
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 
 
 def transformer_config(
@@ -32,6 +33,7 @@ def transformer_config(
     *,
     precision: str = "fp32",
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
 ) -> Any:
     """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
@@ -78,6 +80,7 @@ def transformer_config(
         **_mixture_settings(model),
         **_window_settings(model),
         **RECOMPUTATION[recompute],
+        recompute_modules=list(recompute_modules),
     )
 
 
@@ -150,6 +153,7 @@ def build_model(
     precision: str = "fp32",
     router: RouterConfig | None = None,
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
     transformer_engine: bool | None = None,
 ) -> torch.nn.Module:
@@ -159,7 +163,14 @@ def build_model(
     """
     from megatron.core import parallel_state as mpu
 
-    config = transformer_config(model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss)
+    config = transformer_config(
+        model,
+        layout,
+        precision=precision,
+        recompute=recompute,
+        recompute_modules=recompute_modules,
+        per_token_loss=per_token_loss,
+    )
     parts = []
     for number in range(layout.vpp):
         spec = block_spec(

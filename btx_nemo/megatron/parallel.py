@@ -44,7 +44,7 @@ def check_layout(layout: LayoutConfig, ranks: int, model: ModelConfig) -> None:
         ("tp", layout.tp, "vocab_size (padded)", padded_vocabulary(model.vocab_size)),
         ("tp", layout.tp, "shared_expert_intermediate_size", (moe and moe.shared_expert_intermediate_size) or 0),
         ("pp", layout.pp, "num_layers", model.num_layers),
-        (f"pp={layout.pp} x vpp", layout.vpp, "num_layers / pp", model.num_layers // layout.pp),
+        ("pp x vpp", layout.pp * layout.vpp, "num_layers", model.num_layers),
         ("etp", layout.etp, "ffn_hidden_size", model.ffn_hidden_size),
         ("ep", layout.ep, "num_experts", moe.num_experts if moe else layout.ep),
     ]

@@ -20,7 +20,7 @@ from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.sizes import check_sizes
-from btx_nemo.megatron.model import DTYPES, RECOMPUTATION
+from btx_nemo.megatron.model import DTYPES, RECOMPUTATION, RECOMPUTE_MODULES
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import check_loss_names
@@ -51,6 +51,8 @@ def prepare(config: TrainConfig) -> Prepared:
     check_choice("stage", config.stage, STAGES)
     check_choice("precision", config.precision, DTYPES)
     check_choice("recompute", config.recompute, RECOMPUTATION)
+    for module in config.recompute_modules:
+        check_choice("recompute_modules", module, RECOMPUTE_MODULES)
     for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be 1 or more")

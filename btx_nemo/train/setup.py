@@ -28,6 +28,7 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         precision=config.precision,
         router=config.router,
         recompute=config.recompute,
+        recompute_modules=config.recompute_modules,
         per_token_loss=config.per_token_loss,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
