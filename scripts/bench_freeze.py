@@ -123,8 +123,7 @@ class Stage:
 
     def gradient_bytes(self) -> int:
         """Megatron's gradient buffers."""
-        wrapped = self.trainee.wrapped
-        buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+        buffers = [b for chunk in self.trainee.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers)
 
     def kept_bytes(self) -> int:

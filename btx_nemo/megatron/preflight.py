@@ -96,8 +96,8 @@ def _check_experts(config: TrainConfig, model: ModelConfig, device: Device) -> N
         return
     if device.capability is None or not device.deep_ep:
         raise UserError(f"{where}: needs DeepEP and GPUs, which are not here; give moe.dispatcher=alltoall")
-    if config.layout.tp * config.layout.ep == 1:
-        raise UserError(f"{where}: needs layout.tp x layout.ep above 1; give moe.dispatcher=alltoall")
+    if config.layout.ep * config.layout.etp == 1:
+        raise UserError(f"{where}: needs layout.ep x layout.etp above 1; give moe.dispatcher=alltoall")
     if router_class(model.moe.router).variable_selection:
         raise UserError(
             f"{where}: sends a token to a fixed number of experts, which moe.router={model.moe.router} does not; "
@@ -189,7 +189,7 @@ def _product_sizes(config: TrainConfig, model: ModelConfig) -> Iterator[tuple[st
 
     Experts pad the tokens that they get by themselves.
     """
-    tp = config.layout.tp
+    tp, cp, etp = config.layout.tp, config.layout.cp, config.layout.etp
     heads, groups = model.num_attention_heads, model.num_query_groups
     yield "hidden_size", model.hidden_size, 1
     yield "num_attention_heads x head_dim", heads * model.head_dim, tp
@@ -197,6 +197,6 @@ def _product_sizes(config: TrainConfig, model: ModelConfig) -> Iterator[tuple[st
     if model.moe is None or not all(map(model.is_mixture, range(model.num_layers))):
         yield "ffn_hidden_size", dense_width(model), tp
     if model.moe is not None:
-        yield "ffn_hidden_size", model.ffn_hidden_size, 1
+        yield "ffn_hidden_size", model.ffn_hidden_size, etp
         yield "shared_expert_intermediate_size", model.moe.shared_expert_intermediate_size or 0, tp
-    yield "data.seq_length x micro_batch_size", config.data.seq_length * config.micro_batch_size, 1
+    yield "data.seq_length x micro_batch_size", config.data.seq_length * config.micro_batch_size, cp

@@ -79,8 +79,8 @@ def router_rates(config: TrainConfig) -> tuple[float, float]:
     return optim.router_lr, optim.min_lr * optim.router_lr / optim.lr if optim.lr else 0.0
 
 
-def build_optimizer(config: TrainConfig, wrapped: Any) -> tuple[Any, Any]:
-    """(optimizer, scheduler) for a model wrapped in Megatron's DistributedDataParallel."""
+def build_optimizer(config: TrainConfig, wrapped: list[Any]) -> tuple[Any, Any]:
+    """(optimizer, scheduler) for a model's pipeline chunks wrapped in Megatron's DistributedDataParallel."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -98,7 +98,7 @@ def build_optimizer(config: TrainConfig, wrapped: Any) -> tuple[Any, Any]:
             use_distributed_optimizer=True,
             **optimizer_settings(config),
         ),
-        [wrapped],
+        wrapped,
         config_overrides=_parameter_groups(config),
     )
     mend_mixed_dtypes(optimizer)

@@ -255,7 +255,7 @@ REFUSED = [
     ({"fp8": FP8 | {"first_last_bf16": True}}, HOPPER, "fp8.first_last_bf16: not with fp8.recipe=delayed"),
     ({"fp8": FP8 | {"pad_routing": True}, "moe": {"dispatcher": "allgather"}}, HOPPER, "does not pad for"),
     ({"fp8": FP8 | {"pad_routing": True}, "dropout": {"expert": 0.1}}, HOPPER, "fp8.pad_routing: adds tokens"),
-    ({"moe": {"dispatcher": "flex"}}, HOPPER, "needs layout.tp x layout.ep above 1"),
+    ({"moe": {"dispatcher": "flex"}}, HOPPER, "needs layout.ep x layout.etp above 1"),
     ({"moe": {"dispatcher": "allgather"}, "dropout": {"expert": 0.1}}, CPU, "dropout.expert follows the order of"),
     # what does not go together, and values out of range
     ({"fp8": FP8, "precision": "fp16"}, HOPPER, "is for precision=bf16, not fp16; give precision=bf16"),
@@ -277,6 +277,8 @@ REFUSED = [
     ({"loss_scale": {"window": 0}}, HOPPER, "loss_scale.window=0: must be 1 or more"),
     # sizes
     ({"fp8": FP8, "layout": {"tp": 8}}, HOPPER, "num_attention_heads x head_dim=64 over 8 ranks is no multiple of 16"),
+    ({"fp8": FP8, "layout": {"cp": 4}}, HOPPER, "data.seq_length x micro_batch_size=32 over 4 ranks"),
+    ({"fp8": FP8, "layout": {"etp": 4}}, HOPPER, "ffn_hidden_size=96 over 4 ranks is no multiple of 16"),
     ({"fp8": FP8, "data": {"seq_length": 24}}, HOPPER, "data.seq_length x micro_batch_size=24 is no multiple of 16"),
     ({"fp8": FP8 | {"recipe": "mxfp8"}, "data": {"seq_length": 48}}, BLACKWELL, "=48 is no multiple of 32"),
 ]

@@ -155,7 +155,7 @@ def learning_rates(options: dict[str, Any], count: int) -> tuple[list[float], li
             DistributedDataParallelConfig(use_distributed_optimizer=True),
             torch.nn.ModuleDict({"layer": model}),
         )
-        optimizer, scheduler = build_optimizer(settings, wrapped)
+        optimizer, scheduler = build_optimizer(settings, [wrapped])
         rates: tuple[list[float], list[float]] = [], []
         for _ in range(count + 1):
             groups = {group["max_lr"]: group["lr"] for group in optimizer.param_groups}
