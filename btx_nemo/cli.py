@@ -152,12 +152,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from btx_nemo.config.build import build
     from btx_nemo.config.load import load
-    from btx_nemo.config.schema import TrainConfig
+    from btx_nemo.config.training import read_train_config
 
     values = load("train", arguments.config_name, arguments.overrides, arguments.config_path)
-    config = build(TrainConfig, values, where=f"train/{arguments.config_name}.yaml")
+    config = read_train_config(values, f"train/{arguments.config_name}.yaml")
     from btx_nemo.train.run import train
 
     train(config)

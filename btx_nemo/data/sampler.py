@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from btx_nemo.errors import UserError
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+PADDING = "padding"
+"""[S] bool, in the samples of packed conversations alone."""
 
 
 class Dataset(Protocol):
@@ -123,7 +125,8 @@ def collate(samples: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Stack samples into one microbatch [B, S], keeping only what the model reads."""
     import torch
 
-    return {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
+    keys = (*BATCH_KEYS, PADDING) if PADDING in samples[0] else BATCH_KEYS
+    return {key: torch.stack([sample[key] for sample in samples]) for key in keys}
 
 
 def _size(dataset: Dataset) -> int:

@@ -106,10 +106,11 @@ def build_model(
     recompute: str = "none",
     per_token_loss: bool = False,
     transformer_engine: bool | None = None,
+    documents: bool = False,
 ) -> torch.nn.Module:
     """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered.
 
-    `transformer_engine` is `block_spec`'s.
+    `transformer_engine` and `documents` are `block_spec`'s.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -122,7 +123,11 @@ def build_model(
     gpt = GPTModel(
         config,
         block_spec(
-            model, router or RouterConfig(), range(first, first + per_stage), transformer_engine=transformer_engine
+            model,
+            router or RouterConfig(),
+            range(first, first + per_stage),
+            transformer_engine=transformer_engine,
+            documents=documents,
         ),
         vocab_size=padded_vocabulary(model.vocab_size),
         max_sequence_length=model.max_position_embeddings,

@@ -15,15 +15,17 @@ from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.config.load import save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
-from btx_nemo.data.blend import build_datasets
+from btx_nemo.data.datasets import build_datasets
 from btx_nemo.data.sampler import batches, num_microbatches, num_validation_microbatches, validation_batches
 from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.contents import blend_of
+from btx_nemo.train.length import with_steps
 from btx_nemo.train.lock import claimed
 from btx_nemo.train.metrics import MetricsFile, TrainProgress, routing_text
-from btx_nemo.train.prepare import Prepared, blend_of, prepare
+from btx_nemo.train.prepare import Prepared, prepare
 from btx_nemo.train.routing import Routing, collect_routing, frozen_with_losses, reset_routing, separate_routing
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
@@ -36,6 +38,7 @@ def train(config: TrainConfig) -> None:
     Raises UserError before anything is built when the configuration cannot work, and Stopped (exit code 75) after a
     checkpoint when SIGTERM or SIGUSR1 asked for it.
     """
+    config = with_steps(config)
     prepared = prepare(config)
     if (prepared.out / "DONE").exists():
         if int(os.environ.get("RANK", "0")) == 0:
@@ -73,7 +76,7 @@ class _Run:
         """All of it."""
         try:
             train_set, self.valid_sets = self._datasets()
-            self.trainee = build_trainee(self.config, self.prepared.source)
+            self.trainee = build_trainee(self.config, self.prepared.source, documents=self.prepared.documents)
         except UserError:
             if self.made_out:  # what only building could find out: leave nothing that the next try has to agree with
                 shutil.rmtree(self.out, ignore_errors=True)
@@ -100,6 +103,8 @@ class _Run:
             every=self.config.log_every,
         )
         with self.bar:
+            for domain, content in self.prepared.contents.items():
+                self.bar.say(f"{domain}: {content.text(self.seq_length)}")
             if frozen_with_losses(self.trainee.gpt):
                 self.bar.say(
                     f"warning: the routers are frozen, so that router.losses={self.config.router.losses} move only the "
@@ -125,6 +130,9 @@ class _Run:
             cache_dir=self.out / "cache",
             domains_for_validation=valid,
             vocab_size=self.model.vocab_size,
+            whole_passes=config.epochs is not None,
+            document_mask=config.data.document_mask,
+            sample=config.data.sample,
         )
 
     def _loop(self, step: int, data: Iterator[dict[str, Any]]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from btx_nemo.megatron.documents import forward_masks
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
 from btx_nemo.train.routing import routers
@@ -71,12 +72,14 @@ class _ForwardStep:
         self.done += 1
         # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
         torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
-        batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
+        batch = next(batches)
+        masks = forward_masks(batch, model)
+        batch = {key: value.to(device(), non_blocking=True) for key, value in batch.items()}
         mask_BS = batch["loss_mask"]
         count = mask_BS.sum()
         for router in self.routers:
             router.loss_tokens[micro_batch_seed()] = count
-        losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        losses_BS = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **masks)
 
         def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total = (losses_BS.float() * mask_BS).sum()
