@@ -12,7 +12,7 @@ LENGTHS = ("steps", "tokens", "epochs")
 
 
 def read_train_config(values: dict[str, Any], where: str) -> TrainConfig:
-    """A run's configuration, strictly; its `steps` are 0 until `train/length.py` has found out what follows from the others.
+    """A run's configuration, strictly; `steps` are 0 where `train/length.py` has yet to find them out.
 
     Raises:
         UserError: as `build`, and unless exactly one of steps, tokens and epochs is given.

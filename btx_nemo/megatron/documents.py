@@ -58,7 +58,7 @@ def document_attention() -> Any:
     from megatron.core.transformer.utils import get_sliding_window_causal_mask
 
     class DocumentAttention(DotProductAttention):
-        """Takes the place of Transformer Engine's too, which has no such mask. Holds the scores of all heads at once."""
+        """Takes the place of Transformer Engine's too, which has no such mask. Holds all heads' scores at once."""
 
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
