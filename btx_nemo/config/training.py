@@ -18,8 +18,10 @@ def read_train_config(values: dict[str, Any], where: str) -> TrainConfig:
         UserError: as `build`, and unless exactly one of steps, tokens and epochs is given.
     """
     given = [name for name in LENGTHS if values.get(name) is not None]
-    if len(given) != 1:
+    if not given:
+        raise UserError(f"{where}: steps is required; give steps=VALUE, tokens=VALUE or epochs=VALUE")
+    if len(given) > 1:
         raise UserError(
-            f"{where}: {' and '.join(given) or 'steps'}: give one of steps, tokens and epochs, and null for the others"
+            f"{where}: {' and '.join(given)}: give one of steps, tokens and epochs, and null for the others"
         )
     return build(TrainConfig, {**values, "steps": values["steps"] if given == ["steps"] else 0}, where=where)

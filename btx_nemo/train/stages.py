@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
-
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import check_loss_names
+from btx_nemo.train.names import matches
 
 STAGES = ("expert", "mix", "router", "bar_expert", "sft")
 _DENSE = ("expert", "sft")
@@ -49,10 +48,6 @@ def _check_anchor(config: TrainConfig, model: ModelConfig) -> None:
     for layer in filter(model.is_mixture, range(model.num_layers)):
         for name in ("linear_fc1.weight", "linear_fc2.weight"):
             name = f"decoder.layers.{layer}.mlp.experts.local_experts.0.{name}"
-            trains = not config.train or _matches(name, config.train)
-            if trains and not _matches(name, config.freeze):
+            trains = not config.train or matches(name, config.train)
+            if trains and not matches(name, config.freeze):
                 raise UserError(f"{name}: would train, but the anchor's expert must stay; mend train or freeze")
-
-
-def _matches(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -123,3 +123,11 @@ def after_parallel_state(layout: dict[str, int]) -> list[bool]:
     with parallel_state(LayoutConfig(**layout), seed=1):
         from megatron.core import parallel_state as mpu
     return [dist.is_initialized(), mpu.model_parallel_is_initialized(), torch.cuda.Stream is _Inert]
+
+
+def parameter_counts(model: str) -> dict[str, int]:
+    """Global name -> elements of the model that is built."""
+    from btx_nemo.train.freeze import global_names
+
+    with trainee(model, {}, {}) as subject:
+        return {name: value.numel() for name, value in global_names(subject.gpt).items()}
