@@ -21,7 +21,5 @@ def read_train_config(values: dict[str, Any], where: str) -> TrainConfig:
     if not given:
         raise UserError(f"{where}: steps is required; give steps=VALUE, tokens=VALUE or epochs=VALUE")
     if len(given) > 1:
-        raise UserError(
-            f"{where}: {' and '.join(given)}: give one of steps, tokens and epochs, and null for the others"
-        )
+        raise UserError(f"{where}: {' and '.join(given)}: give one of steps, tokens and epochs, null for others")
     return build(TrainConfig, {**values, "steps": values["steps"] if given == ["steps"] else 0}, where=where)
