@@ -29,10 +29,13 @@ def sample_documents(count: int, share: float, domain: str) -> np.ndarray:
 
 
 class Passes:
-    """Passes over the items of some datasets, all of them in each, in an order of its own."""
+    """Passes over the items of some datasets, all of them in each, in an order of its own.
+
+    Where there are several datasets, items that are dicts have the `dataset_id` of theirs as well.
+    """
 
     def __init__(self, datasets: Sequence[Any], passes: int, *, seed: tuple[int, ...]):
-        self._datasets, self._passes, self._seed = list(datasets), passes, seed
+        self.datasets, self._passes, self._seed = list(datasets), passes, seed
         self._ends = np.cumsum([len(dataset) for dataset in datasets])
         self._order = lru_cache(maxsize=2)(self._order_of)
 
@@ -40,22 +43,30 @@ class Passes:
         return int(self._ends[-1]) * self._passes
 
     def __getitem__(self, index: int) -> Any:
+        which, dataset, item = self.origin(index)
+        return _labelled(dataset[item], which) if len(self.datasets) > 1 else dataset[item]
+
+    def origin(self, index: int) -> tuple[int, Any, int]:
+        """Number of the dataset that an item is from, that dataset, and its item's number."""
         number, place = divmod(index, int(self._ends[-1]))
         item = int(self._order(number)[place])
         which = int(np.searchsorted(self._ends, item, side="right"))
-        return self._datasets[which][item - (int(self._ends[which - 1]) if which else 0)]
+        return which, self.datasets[which], item - (int(self._ends[which - 1]) if which else 0)
 
     def _order_of(self, number: int) -> np.ndarray:
         return np.random.RandomState([*self._seed, number]).permutation(int(self._ends[-1]))
 
 
 class Blend:
-    """Items of several datasets by weight, in the order of Megatron's blending. `datasets` is filled in later."""
+    """Items of several `Passes` by weight, in the order of Megatron's blending. `datasets` is filled in later.
+
+    Items that are dicts have the `dataset_id` of theirs as well.
+    """
 
     def __init__(self, weights: Sequence[float], size: int):
         from megatron.core.datasets import helpers
 
-        self.datasets: list[Any] = []
+        self.datasets: list[Passes] = []
         self._which, self._item = np.zeros(size, dtype=np.int16), np.zeros(size, dtype=np.int64)
         helpers.build_blending_indices(self._which, self._item, list(weights), len(weights), size, False)
 
@@ -67,4 +78,14 @@ class Blend:
         return len(self._which)
 
     def __getitem__(self, index: int) -> Any:
-        return self.datasets[self._which[index]][int(self._item[index])]
+        which = int(self._which[index])
+        return _labelled(self.datasets[which][int(self._item[index])], which)
+
+    def origin(self, index: int) -> tuple[int, Any, int]:
+        """As `Passes.origin`."""
+        which = int(self._which[index])
+        return which, *self.datasets[which].origin(int(self._item[index]))[1:]
+
+
+def _labelled(item: Any, which: int) -> Any:
+    return {**item, "dataset_id": which} if isinstance(item, dict) else item

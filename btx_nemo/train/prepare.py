@@ -27,6 +27,8 @@ from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
 from btx_nemo.train.stages import STAGES, check_stage
+from btx_nemo.train.track import check_log
+from btx_nemo.train.watch import check_robust
 
 MAY_CHANGE = (*NO_EFFECT, "out")
 """Keys that a resumed run may change."""
@@ -70,6 +72,8 @@ def prepare(config: TrainConfig) -> Prepared:
             f"than {2**31} sequences; lower one of them"
         )
     check_optim(config)
+    check_robust(config)
+    check_log(config)
     source = _source(config)
     check_stage(config, source.model)
     check_dropout(config.dropout, source.model)

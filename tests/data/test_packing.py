@@ -90,14 +90,20 @@ def test_passes_have_every_item_once_each_in_another_order() -> None:
     assert [passes[i] for i in (20, 3, 11)] == ["".join(orders)[i] for i in (20, 3, 11)], "any place, in any order"
     other = Passes([list("abc"), list("defgh")], 3, seed=(2,))
     assert [other[i] for i in range(24)] != [passes[i] for i in range(24)]
+    for place in range(24):
+        which, dataset, item = passes.origin(place)
+        assert dataset is passes.datasets[which] and dataset[item] == passes[place]
 
 
 def test_a_blend_takes_items_by_weight_and_no_more_than_it_says() -> None:
     blend = Blend([0.7, 0.2, 0.1], 50)
     counts = [blend.count(number) for number in range(3)]
     assert counts == [35, 10, 5]
-    blend.datasets = [[f"{name}{i}" for i in range(count)] for name, count in zip("abc", counts)]
-    items = [blend[i] for i in range(50)]
+    blend.datasets = [
+        Passes([[{"id": f"{name}{i}"} for i in range(count)]], 1, seed=(0,)) for name, count in zip("abc", counts)
+    ]
+    items = [blend[i]["id"] for i in range(50)]
+    assert all("abc".index(blend[i]["id"][0]) == blend[i]["dataset_id"] == blend.origin(i)[0] for i in range(50))
     assert len(set(items)) == 50
     for end in range(5, 50):
         assert abs(sum(item[0] == "a" for item in items[:end]) - 0.7 * end) <= 1
