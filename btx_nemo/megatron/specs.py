@@ -10,9 +10,8 @@ from typing import Any
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import plain_frequencies, scales_rope
-from btx_nemo.megatron.attention import plain_rope_attention, with_bias
+from btx_nemo.megatron.attention import gathered_keys_attention, plain_rope_attention, with_bias
 from btx_nemo.megatron.compat import has_transformer_engine, supported, with_linear_fc1, with_router
-from btx_nemo.megatron.documents import document_attention
 from btx_nemo.megatron.norms import KeyNorm, PostNormAdd, QueryNorm, RMSNorm
 from btx_nemo.routers import router_class
 
@@ -23,6 +22,7 @@ def block_spec(
     layers: range,
     *,
     transformer_engine: bool | None = None,
+    context_parallel: bool = False,
     documents: bool = False,
 ) -> Any:
     """TransformerBlockSubmodules for the layers of this pipeline stage, by their number in the model.
@@ -40,8 +40,8 @@ def block_spec(
         kind = model.is_mixture(layer), scales_rope(model, layer)
         if kind not in kinds:
             kinds[kind] = _layer(model, router, *kind, transformer_engine)
-            if documents:
-                kinds[kind] = _with_core_attention(kinds[kind], document_attention())
+            if documents or (context_parallel and not transformer_engine):
+                kinds[kind] = _with_core_attention(kinds[kind], gathered_keys_attention())
         specs.append(kinds[kind])
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import normalise_weights
 from btx_nemo.megatron.compat import has_transformer_engine
@@ -79,10 +81,10 @@ def _length(config: TrainConfig) -> str:
 
 def _layout(config: TrainConfig) -> str:
     layout, ranks = config.layout, world_size()
-    data_parallel = ranks // (layout.tp * layout.pp)
-    microbatches = config.global_batch_size // (config.micro_batch_size * data_parallel)
+    axes = {**dataclasses.asdict(layout), "dp": layout.dp(ranks)}
+    microbatches = config.global_batch_size // (config.micro_batch_size * layout.dp(ranks))
     return (
-        f"{ranks} ranks: tp {layout.tp}, pp {layout.pp}, ep {layout.ep}, dp {data_parallel}; {microbatches} "
+        f"{ranks} ranks: {', '.join(f'{axis} {size}' for axis, size in axes.items() if size)}; {microbatches} "
         f"micro-batches of {config.micro_batch_size} a step and rank; {config.precision}, recompute {config.recompute}"
     )
 

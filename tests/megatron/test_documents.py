@@ -62,6 +62,8 @@ CASES = [
     pytest.param("mixtral", {}, {"recompute": "full"}, 1, id="mixture-recomputed"),
     pytest.param("mixtral", {"tp": 2, "pp": 2, "ep": 2}, {}, 4, id="mixture-tp2-pp2-ep2"),
     pytest.param("mixtral-window", {"ep": 2}, {}, 2, id="mixture-windows-dp2"),
+    pytest.param("mixtral-window", {"cp": 2, "ep": 2}, {}, 2, id="mixture-windows-cp2"),
+    pytest.param("llama-yarn", {"pp": 2, "vpp": 2}, {}, 2, id="llama-vpp2"),
 ]
 
 
