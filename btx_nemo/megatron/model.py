@@ -162,10 +162,12 @@ def build_model(
     per_token_loss: bool = False,
     settings: Mapping[str, Any] | None = None,
     transformer_engine: bool | None = None,
+    documents: bool = False,
 ) -> torch.nn.Module:
     """This rank's GPTModel, or its `Chunks` with layout.vpp > 1, weights undefined: `load_weights` fills them.
 
-    Needs `parallel_state` entered. `settings` are `transformer_config`'s, `transformer_engine` is `block_spec`'s.
+    Needs `parallel_state` entered. `settings` are `transformer_config`'s; `transformer_engine` and `documents` are
+    `block_spec`'s.
     """
     from megatron.core import parallel_state as mpu
 
@@ -187,6 +189,7 @@ def build_model(
             transformer_engine=transformer_engine,
             context_parallel=layout.cp > 1,
             grouped=config.moe_grouped_gemm,
+            documents=documents,
         )
         parts.append(_gpt_model(model, config, spec, number if layout.vpp > 1 else None))
     return Chunks(parts) if layout.vpp > 1 else parts[0]
