@@ -98,6 +98,8 @@ class _Inert:
 def _torch_stubs() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     return [
+        # Megatron's fused functions are compiled as it is imported: two seconds of every process, and none runs here.
+        (torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated)),
         (cuda, "current_device", lambda: torch.device("cpu")),
         (cuda, "Stream", _Inert),  # classes: transformers evaluates `Stream | None`
         (cuda, "Event", _Inert),
