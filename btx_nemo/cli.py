@@ -21,7 +21,7 @@ from btx_nemo import __version__
 from btx_nemo.convert.arguments import add_conversions, add_verify
 from btx_nemo.data.arguments import add_prepare_data
 from btx_nemo.embed.arguments import add_embed
-from btx_nemo.errors import BtxError, Stopped, UserError
+from btx_nemo.errors import BtxError, RankFailed, Stopped, UserError
 from btx_nemo.estimate.arguments import add_plan
 from btx_nemo.launch.cli import add_commands as add_launch_commands
 
@@ -82,7 +82,10 @@ def _say_once(line: str, error: Exception) -> None:
     error alone (a folder missing on its node, say), and then says so.
     """
     rank = int(os.environ.get("RANK", "0"))
-    if rank:
+    if isinstance(error, RankFailed):
+        if not error.first:
+            return
+    elif rank:
         if isinstance(error, Stopped):
             return
         time.sleep(_ALONE_SECONDS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import math
 import os
 import sys
 import threading
@@ -10,10 +12,18 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from btx_nemo.config.schema import RobustConfig
+from btx_nemo.train.failure import claim
+
 CODE = 70
 """Exit code of a rank that hung (EX_SOFTWARE); torchrun makes it 1."""
 GRACE = 30.0
 """Seconds after which a rank is ended even if its interpreter cannot run the watchdog."""
+
+
+def timeout_minutes(robust: RobustConfig) -> int:
+    """How long collectives wait for other ranks: a little longer than the watchdog, which says more."""
+    return math.ceil(robust.hang_seconds / 60) + 1 if robust.hang_seconds else 30
 
 
 class HangDetector:
@@ -23,20 +33,19 @@ class HangDetector:
     faulthandler's own timer, which needs no interpreter, ends the process a little later.
     """
 
-    def __init__(self, folder: Path, rank: int, seconds: float):
-        self.seconds, self.rank = seconds, rank
-        self.path = folder / f"hang-rank-{rank}.txt"
-        self._what, self._at = "the start", time.monotonic()
+    def __init__(self, out: Path, rank: int, seconds: float):
+        self.out, self.rank, self.seconds = out, rank, seconds
+        self.last = "the start"
+        """What ended last."""
+        self._at = time.monotonic()
         self._ended = threading.Event()
 
     def beat(self, what: str) -> None:
         """Something ended: a step, a validation, a checkpoint."""
-        self._what, self._at = what, time.monotonic()
+        self.last, self._at = what, time.monotonic()
 
     def __enter__(self) -> HangDetector:
         if self.seconds:
-            self.path.unlink(missing_ok=True)
-            self._file = self.path.with_suffix(".tmp").open("w")
             self.beat("the start")
             threading.Thread(target=self._watch, name="hang detector", daemon=True).start()
         return self
@@ -45,23 +54,23 @@ class HangDetector:
         self._ended.set()
         if self.seconds:
             faulthandler.cancel_dump_traceback_later()
-            self._file.close()
 
     def _watch(self) -> None:
         every = min(self.seconds / 4, 10.0)
         while not self._ended.wait(every):
-            faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True, file=self._file)
+            faulthandler.dump_traceback_later(self.seconds + GRACE, exit=True)
             waited = time.monotonic() - self._at
             if waited > self.seconds:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
-        with self.path.open("w") as file:
+        path = self.out / f"hang-rank-{self.rank}.txt"
+        with contextlib.suppress(OSError), path.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
-        print(
-            f"btx-nemo train: rank {self.rank}: nothing has ended in {waited:.0f} s after {self._what} "
-            f"(robust.hang_seconds={self.seconds:g}); the stacks of all threads are in {self.path}",
-            file=sys.stderr,
-            flush=True,
+        line = (
+            f"{self.out}: rank {self.rank}: nothing has ended in {waited:.0f} s after {self.last} "
+            f"(robust.hang_seconds={self.seconds:g}); the stacks of all threads are in {path.name}"
         )
+        if claim(self.out, self.rank, line):
+            print(f"btx-nemo train: {line}", file=sys.stderr, flush=True)
         os._exit(CODE)

@@ -21,6 +21,8 @@ from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint
+from btx_nemo.train.failure import first_cause, forget
+from btx_nemo.train.hang import HangDetector, timeout_minutes
 from btx_nemo.train.lock import claimed
 from btx_nemo.train.prepare import Prepared, blend_of, prepare
 from btx_nemo.train.report import Report
@@ -44,18 +46,20 @@ def train(config: TrainConfig) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{prepared.out}: done already (remove the folder to train again)")
         return
-    with claimed(prepared.out) as made, parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
+    groups = parallel_state(config.layout, seed=config.seed, timeout_minutes=timeout_minutes(config.robust))
+    with claimed(prepared.out) as made, groups, StopRequest() as stop:
         run = Run(config, prepared, stop)
-        try:
-            run.build()
-        except UserError:
-            if made:  # what only building could find out: leave nothing that the next try has to agree with
-                shutil.rmtree(prepared.out, ignore_errors=True)
-            raise
-        try:
-            run.go()
-        finally:
-            run.saver.abandon()
+        with first_cause(run.out, run.rank, lambda: run.hang.last), run.hang:
+            try:
+                run.build()
+            except UserError:
+                if made:  # what only building could find out: leave nothing that the next try has to agree with
+                    shutil.rmtree(prepared.out, ignore_errors=True)
+                raise
+            try:
+                run.go()
+            finally:
+                run.saver.abandon()
 
 
 class Run:
@@ -65,10 +69,13 @@ class Run:
         self.config, self.prepared, self.stop = config, prepared, stop
         self.model: ModelConfig = prepared.source.model
         self.out = prepared.out
-        self.first = dist.get_rank() == 0
+        self.rank = dist.get_rank()
+        self.first = self.rank == 0
         self.watch = Watch(config.robust)
         self.saver = Saver(self.out, config.checkpoint, self.model, prepared.tokenizer)
+        self.hang = HangDetector(self.out, self.rank, config.robust.hang_seconds)
         if self.first:
+            forget(self.out)
             save_resolved(config, self.out / "resolved.yaml")
         dist.barrier()
 
@@ -88,7 +95,9 @@ class Run:
             domains_for_validation=valid,
             vocab_size=self.model.vocab_size,
         )
+        self.hang.beat("opening the data")
         self.trainee = build_trainee(config, self.prepared.source)
+        self.hang.beat("building the model")
 
     def go(self) -> None:
         """From the last checkpoint, where there is one, to the end."""
@@ -143,6 +152,7 @@ class Run:
                 flags=lambda: (self.stop.asked, self.saver.writing),
             )
             step += 1
+            self.hang.beat(f"step {step}")
             self._see(step, result)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 self._validate(step)
@@ -188,11 +198,13 @@ class Run:
 
     def _validate(self, step: int) -> None:
         self.report.validation(step, validate(self.trainee, self.config, self.model, self.valid_sets))
+        self.hang.beat(f"the validation of step {step}")
 
     def _save(self, step: int, *, wait: bool) -> None:
         last = step == self.config.steps
         progress = {"step": step, "watched": self.watch.state()}
         self.saver.save(self.trainee, progress, last=last, wait=wait or last)
+        self.hang.beat(f"the checkpoint of step {step}")
 
     def _finish(self) -> None:
         """Exports when asked, then writes DONE: a killed run that lacks it does this again. The other ranks go home."""

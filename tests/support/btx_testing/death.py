@@ -16,6 +16,27 @@ def at(place: str) -> None:
     _patch(place, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def on_rank(order: str) -> None:
+    """One of these on one rank alone: "RANK FUNCTION ARGUMENT"."""
+    rank, function, argument = order.split(" ")
+    if os.environ.get("RANK", "0") == rank:
+        globals()[function](argument)
+
+
+def raise_at(place: str) -> None:
+    """A bug: an exception before call number n."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug that a test put here")
+
+    _patch(place, fail)
+
+
+def hang_at(place: str) -> None:
+    """Nothing any more, before call number n."""
+    _patch(place, lambda: time.sleep(1000))
+
+
 def term_at(place: str) -> None:
     """Sends SIGTERM to the whole process group, as Slurm does, before call number n."""
     _patch(place, lambda: os.killpg(0, signal.SIGTERM))
@@ -101,3 +122,16 @@ def poison_at(places: str) -> None:
         return result
 
     run.train_step = poisoned
+
+
+def slow_steps(seconds: str) -> None:
+    """Each step takes so much longer."""
+    import btx_nemo.train.run as run
+
+    train_step = run.train_step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(float(seconds))
+        return train_step(*args, **kwargs)
+
+    run.train_step = slow
