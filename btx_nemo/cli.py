@@ -141,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--checksums", action="store_true", help="compare every file's SHA-256 with the manifest's")
     add_verify(command)
     add_launch_commands(command)
     add_plan(command)
@@ -183,7 +184,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
     from btx_nemo.checkpoints.inspect import inspect_checkpoint, print_inspection
 
-    facts: dict[str, Any] = inspect_checkpoint(arguments.folder)
+    facts: dict[str, Any] = inspect_checkpoint(arguments.folder, checksums=arguments.checksums)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:

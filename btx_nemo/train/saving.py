@@ -170,7 +170,8 @@ def _full_disk_named(folder: Path, *, all_ranks: bool = False) -> Iterator[None]
             return full
 
         if not (on_first_rank(judge) if all_ranks else judge()):
-            raise
+            reason = text.strip().splitlines()[-1]
+            raise RuntimeError(f"{folder.parent}: a checkpoint could not be written: {reason}") from error
         raise UserError(
             f"{folder.parent}: the disk or a quota is full, a checkpoint could not be saved; the previous one is as it "
             "was; free space and run the same command again"

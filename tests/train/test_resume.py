@@ -135,8 +135,9 @@ def test_an_abandoned_future_does_not_push_out_the_present(
     assert_same_run(out, whole)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
-    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path, asynchronous: bool
 ) -> None:
     out = tmp_path / "disk" / "run"
     out.parent.mkdir()
@@ -145,7 +146,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
     if mounted.returncode:
         pytest.skip("needs the right to mount a small tmpfs (root)")
     try:
-        arguments = world.arguments("tiny_expert", out)
+        arguments = world.arguments("tiny_expert", out, checkpoint__asynchronous=asynchronous)
         ended = commands.run(*arguments)
         assert ended.code == 2, ended.err
         assert (

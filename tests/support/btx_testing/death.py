@@ -135,3 +135,38 @@ def slow_steps(seconds: str) -> None:
         return train_step(*args, **kwargs)
 
     run.train_step = slow
+
+
+def slow_writer(order: str) -> None:
+    """Each writer of a checkpoint takes so much longer, and this process is killed before a call: "SECONDS@PLACE"."""
+    import btx_nemo.train.writer as writer
+
+    seconds, _, place = order.partition("@")
+    write = writer._write
+
+    def slow(*args: Any) -> None:
+        time.sleep(float(seconds))
+        write(*args)
+
+    writer._write = slow
+    at(place)
+
+
+def writer_killed(number: str) -> None:
+    """The writer of checkpoint number n is killed before it has written anything."""
+    import btx_nemo.train.writer as writer
+
+    write, started = writer._write, writer.Writer.__init__
+    count = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        started(*args)
+
+    def killed(*args: Any) -> None:
+        if count == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args)
+
+    writer.Writer.__init__, writer._write = counted, killed
