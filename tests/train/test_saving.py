@@ -34,13 +34,13 @@ def whole(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.Te
 def test_written_in_the_background_it_is_the_same(
     world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
 ) -> None:
-    """File by file, although training went on in the meantime: step 8's is saved while the steps after it run."""
+    """File by file, although training went on in the meantime; killed in the middle of the third one, too."""
     out = tmp_path / "run"
     options = {"layout__ep": 2, "checkpoint__asynchronous": True, "checkpoint__keep": 3}
     arguments = world.arguments("tiny_mix", out, **options)
     slow = commands.start_ranks(2, *arguments, before=f"btx_testing.death:slow_writer?0.3@{STEP}:12")
     assert {process.wait().code for process in slow} == {-signal.SIGKILL}
-    assert saved_step(out) == 8
+    assert saved_step(out) in (4, 8)
     for ended in commands.run_ranks(2, *arguments):
         ok(ended)
     assert weights(out) == weights(whole)
