@@ -63,7 +63,7 @@ def test_signals_at_random_moments(
     for attempt in range(runs):
         out = tmp_path / f"run-{attempt}"
         started = commands.start_ranks(ranks, *arguments(world, out, **options))
-        time.sleep(rng.uniform(0.2, 1) * duration)
+        time.sleep(rng.uniform(0.2, 0.8) * duration)
         started[rng.randrange(ranks)].kill(number)
         codes = [code_of(process) for process in started]
         if codes != [0] * ranks:  # it may have been at the end
