@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.manifest import sha256_of
-from btx_nemo.launch.processes import end_with_parent
+from btx_nemo.processes import end_with_parent
 
 
 class Handed:
