@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,12 @@ def _with_submodules(mlp: Any, **changes: Any) -> Any:
         submodules = dataclasses.replace(mlp.keywords["submodules"], **changes)
         return functools.partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
     return dataclasses.replace(mlp, submodules=dataclasses.replace(mlp.submodules, **changes))
+
+
+def supported(function: Callable[..., Any], **candidates: Any) -> dict[str, Any]:
+    """Those of the keyword arguments that the function's signature knows."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in candidates.items() if name in known}
 
 
 def mark_tensor_parallel(gpt: Any) -> None:
