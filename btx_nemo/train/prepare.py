@@ -18,8 +18,8 @@ from btx_nemo.config.schema import NO_EFFECT, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
-from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.sizes import check_sizes
+from btx_nemo.families.target import choose_target
 from btx_nemo.megatron.model import DTYPES
 from btx_nemo.megatron.parallel import check_layout, world_size
 from btx_nemo.routers import router_class
@@ -109,7 +109,7 @@ def _check_stage(config: TrainConfig, source: ModelSource) -> None:
     if moe is not None:
         router_class(moe.router).check_training(source.model, config.router)
     if config.export:
-        choose_architecture(source.model, {}, "export=true")
+        choose_target(source.model, {}, "export=true")
 
 
 def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
