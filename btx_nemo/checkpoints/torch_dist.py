@@ -15,6 +15,7 @@ from btx_nemo.checkpoints.direct import PastCache
 from btx_nemo.checkpoints.dist_format import METADATA, Payload, StoredTensor, locate, read_metadata
 from btx_nemo.checkpoints.files import open_regular
 from btx_nemo.checkpoints.reader import Reader, read_box
+from btx_nemo.checkpoints.respelled import SPELLINGS
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import Box, Layout, TensorInfo, row_blocks
 from btx_nemo.plan.plan import Job
@@ -103,13 +104,21 @@ class DistSink:
     """Writes a torch_dist checkpoint that `megatron.core.dist_checkpointing.load` reads (0.16 to 0.19).
 
     Tensors are stored as chunks of at most `chunk_bytes`, spread over files in a way that does not depend on the
-    number of workers; one worker at a time appends to a file, so memory stays at one chunk per worker.
+    number of workers; one worker at a time appends to a file, so memory stays at one chunk per worker. Megatron is
+    told how keys are spelled (`dist_checkpointing.load_content_metadata`).
     """
 
     def __init__(
-        self, folder: Path, targets: Mapping[str, TensorInfo], *, files: int = 8, chunk_bytes: int = 16 << 20
+        self,
+        folder: Path,
+        targets: Mapping[str, TensorInfo],
+        *,
+        files: int = 8,
+        chunk_bytes: int = 16 << 20,
+        spelling: str = "stacked",
     ) -> None:
         self.folder = folder
+        self.content = SPELLINGS[spelling]
         self.targets = dict(targets)
         self._boxes = {name: row_blocks(info, chunk_bytes) for name, info in self.targets.items()}
         self._file_of = _spread(self.targets, files)
@@ -145,7 +154,7 @@ class DistSink:
         self.abort()
         with open(self.folder / METADATA, "xb") as stream:
             pickle.dump(self._metadata(), stream)
-        torch.save({}, self.folder / "common.pt")
+        torch.save({"content_metadata": self.content}, self.folder / "common.pt")
         backend = {
             "sharded_backend": "torch_dist",
             "sharded_backend_version": 1,

@@ -13,7 +13,10 @@ _COMMON = (
     "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result with its "
     "source not at all, without logits, or with them however large (default: if small)"
 )
-_IMPORT = "in=DIR and out=DIR; allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; "
+_IMPORT = (
+    "in=DIR and out=DIR; allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; experts=stacked or apart: "
+    "one key for all experts of a layer (default) or one each (in may then be a checkpoint, spelled anew); "
+)
 _EXPORT = (
     "in=DIR and out=DIR; target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same "
     "unless allow_inexact=true; shard_size=BYTES: largest file; "
@@ -76,7 +79,7 @@ def _flag(key: str) -> Callable[[str], bool]:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"))
+    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"), experts=str)
     print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 

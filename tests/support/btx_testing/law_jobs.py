@@ -31,12 +31,14 @@ def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) ->
         with torch.no_grad():
             for parameter in gpt.parameters():
                 parameter.fill_(float("nan"))
+        spelling = {**METADATA, **(dist_checkpointing.load_content_metadata(folder) or {})}
         state, missing, unexpected = dist_checkpointing.load(
-            gpt.sharded_state_dict(metadata=dict(METADATA)), folder, strict=StrictHandling.RETURN_ALL
+            gpt.sharded_state_dict(metadata=spelling), folder, strict=StrictHandling.RETURN_ALL
         )
         # A model asks for Transformer Engine's FP8 state too, which weights that were converted do not have.
         beyond = [key for key in (*missing, *unexpected) if not key.endswith("._extra_state")]
         assert not beyond, f"the checkpoint and the model differ in {beyond}"
+        state.pop("content_metadata", None)
         gpt.load_state_dict(state)
         list(sharded_tensors(gpt))
         assert "dp_cp_group" not in METADATA, "the next layout in this process would be given this one's group"
