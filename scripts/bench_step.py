@@ -148,7 +148,7 @@ def our_loop(config: TrainConfig, trainee: Any, root: Path) -> Iterator[None]:
             microbatches=microbatches,
             micro_batch_size=config.micro_batch_size,
             seq_length=config.data.seq_length,
-            stop_asked=lambda: stop.asked,
+            flags=lambda: (stop.asked,),
         )
         step += 1
         if step % LOG_EVERY == 0:

@@ -108,6 +108,41 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 for one at the end only (and one when stopped early)."""
     keep: int = 2
     """Complete checkpoints kept; older ones are removed."""
+    asynchronous: bool = False
+    """Write in the background, while training goes on; the one on request and the last are waited for."""
+    optimizer: bool = True
+    """Whether the last checkpoint of the run has the optimizer's state as well; false: its weights alone. All before it
+    have both, as a run resumes from them."""
+    verify: bool = False
+    """Compare every file with its checksum before a run resumes from it; sizes are compared always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobustConfig:
+    """What a run does when something goes wrong; docs/running.md."""
+
+    max_skipped: int = 3
+    """Steps in a row that are skipped because their loss or gradient is not finite; one more ends the run. With a loss
+    scale (fp16) only those whose loss is not finite count: Megatron skips others while it looks for the scale."""
+    hang_seconds: float = 1800.0
+    """A run in which no step, validation or checkpoint ends for so long is ended, with the stacks of all threads in a
+    file; collectives wait as long. 0 for never (collectives: 30 minutes)."""
+    spike_zscore: float = 8.0
+    """Warn of a loss so many robust standard deviations above the median of the steps before; 0 for never."""
+    spike_window: int = 64
+    """Steps before, for that; the first warning is possible after a quarter of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where the metrics go, besides metrics.jsonl and the progress line."""
+
+    tensorboard: bool = False
+    """Write them for TensorBoard as well, in `out`/tensorboard (needs the extra `track`)."""
+    wandb: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `wandb.init` ({project: btx, mode: offline}); empty for no Weights & Biases."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of one device, for the utilisation; None: by the device's name and the precision, where known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +198,15 @@ class TrainConfig:
     """Steps between lines in metrics.jsonl."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Checkpoints."""
+    robust: RobustConfig = field(default_factory=RobustConfig)
+    """Faults."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """Trackers."""
     export: bool = False
     """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well."""
     seed: int = 1234
     """Seed of fresh weights, data order and dropout."""
 
 
-NO_EFFECT = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "export", "recompute")
+NO_EFFECT = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "robust", "log", "export", "recompute")
 """Keys of TrainConfig that change nothing in what is computed."""

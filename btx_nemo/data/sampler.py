@@ -120,10 +120,13 @@ def _once(
 
 
 def collate(samples: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Stack samples into one microbatch [B, S], keeping only what the model reads."""
+    """Stack samples into one microbatch [B, S]: what the model reads, and in a blend each one's dataset."""
     import torch
 
-    return {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
+    if "dataset_id" in samples[0]:
+        batch["dataset_id"] = torch.tensor([int(sample["dataset_id"]) for sample in samples])
+    return batch
 
 
 def _size(dataset: Dataset) -> int:

@@ -8,6 +8,8 @@ there is no GPU: with one, it does nothing. No other module of the project asks 
 from __future__ import annotations
 
 import contextlib
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +38,18 @@ def device() -> torch.device:
     if has_gpu():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def device_name() -> str:
+    """What the GPU calls itself ("NVIDIA H100 80GB HBM3"); empty where there is none."""
+    return torch.cuda.get_device_name() if has_gpu() else ""
+
+
+def peak_memory() -> int:
+    """Bytes: the most that tensors took on this process's GPU, or that the process took where there is none."""
+    if has_gpu():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def backend() -> str:
@@ -84,6 +98,8 @@ class _Inert:
 def _torch_stubs() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     return [
+        # Megatron's fused functions are compiled as it is imported: two seconds of every process, and none runs here.
+        (torch, "compile", lambda function=None, **_: function or (lambda decorated: decorated)),
         (cuda, "current_device", lambda: torch.device("cpu")),
         (cuda, "Stream", _Inert),  # classes: transformers evaluates `Stream | None`
         (cuda, "Event", _Inert),

@@ -71,7 +71,7 @@ def _on_first_rank(work: Callable[[], T]) -> T:
     return answer[0]
 
 
-def _state(trainee: Trainee, step: int, *, loading: bool) -> dict[str, Any]:
+def _state(trainee: Trainee, progress: dict[str, Any], *, loading: bool) -> dict[str, Any]:
     metadata = dict(METADATA)
     model = trainee.gpt.sharded_state_dict(metadata=metadata)
     # FP8 scales are all that Transformer Engine keeps here; local layers have the same keys, and nothing in some.
@@ -80,14 +80,23 @@ def _state(trainee: Trainee, step: int, *, loading: bool) -> dict[str, Any]:
         "model": model,
         "optimizer_parts": sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata),
         "scheduler": trainee.scheduler.state_dict(),
-        "progress": {"step": step},
+        "progress": progress,
     }
 
 
 def save_checkpoint(
-    out: Path, trainee: Trainee, step: int, model: ModelConfig, tokenizer: Path | None, keep: int
+    out: Path,
+    trainee: Trainee,
+    step: int,
+    model: ModelConfig,
+    tokenizer: Path | None,
+    keep: int,
+    *,
+    watched: dict[str, Any],
 ) -> None:
     """Writes a checkpoint and makes it `latest`; older ones beyond `keep` go. Collective.
+
+    `watched` is what the run remembers of its steps, plain numbers and lists of them.
 
     It is written beside its place and renamed when all ranks are done and all bytes are on disk, so that a kill or a
     full disk at any moment leaves the previous one as it was. Raises UserError on every rank when the disk is full.
@@ -97,7 +106,7 @@ def save_checkpoint(
     final = out / "checkpoints" / f"step_{step:08d}"
     partial = final.with_name(f".{final.name}.partial")
     _on_first_rank(lambda: _make_room(final, partial))
-    state = _state(trainee, step, loading=False)
+    state = _state(trainee, {"step": step, "watched": watched}, loading=False)
     with writer_without_manager(), _full_disk_named(partial):
         dist_checkpointing.save(state, str(partial), content_metadata=dict(METADATA))
     _on_first_rank(lambda: _publish(out, partial, final, step, model, tokenizer, keep))
@@ -167,14 +176,17 @@ def _refuse_foreign_pickles(folder: Path) -> None:
             raise UserError(f"{common}: damaged, or holds more than data; remove {folder} or copy it again") from error
 
 
-def load_checkpoint(folder: Path, trainee: Trainee) -> int:
-    """Weights, optimizer and schedule from a checkpoint saved at any layout; returns its step. Collective."""
+def load_checkpoint(folder: Path, trainee: Trainee) -> tuple[int, dict[str, Any]]:
+    """Weights, optimizer and schedule from a checkpoint saved at any layout. Collective.
+
+    Returns its step, and what the run remembered of the steps before.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     _on_first_rank(lambda: _refuse_foreign_pickles(folder))
     try:
-        state = dist_checkpointing.load(_state(trainee, 0, loading=True), str(folder), strict=StrictHandling.RAISE_ALL)
+        state = dist_checkpointing.load(_state(trainee, {}, loading=True), str(folder), strict=StrictHandling.RAISE_ALL)
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
         raise UserError(
             f"{folder}: cannot be read ({type(error).__name__}: {str(error)[:200]}); damaged, or of another model: "
@@ -185,4 +197,4 @@ def load_checkpoint(folder: Path, trainee: Trainee) -> int:
         raise RuntimeError(f"{folder}: missing {missing}, unexpected {unexpected}")
     trainee.scheduler.load_state_dict(state["scheduler"])
     load_optimizer_state(trainee.optimizer, state["optimizer_parts"], steps=trainee.scheduler.num_steps)
-    return int(state["progress"]["step"])
+    return int(state["progress"]["step"]), state["progress"].get("watched", {})

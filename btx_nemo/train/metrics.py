@@ -24,7 +24,8 @@ class MetricsFile:
     def __init__(self, path: Path, *, resumed_at: int):
         self.path = path
         kept = [line for line in _lines(path) if _step(line) <= resumed_at] if resumed_at else []
-        write_file(path, "".join(kept))
+        if path.exists():
+            write_file(path, "".join(kept))
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record."""

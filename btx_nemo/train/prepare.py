@@ -28,6 +28,8 @@ from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
+from btx_nemo.train.track import check_log
+from btx_nemo.train.watch import check_robust
 
 STAGES = ("expert", "mix", "router")
 MAY_CHANGE = (*NO_EFFECT, "out")
@@ -68,6 +70,8 @@ def prepare(config: TrainConfig) -> Prepared:
             f"than {2**31} sequences; lower one of them"
         )
     check_optim(config)
+    check_robust(config)
+    check_log(config)
     source = _source(config)
     _check_stage(config, source)
     check_dropout(config.dropout, source.model)

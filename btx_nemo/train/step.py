@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,15 +28,17 @@ class StepResult:
     grad_norm: float
     """Global gradient norm before clipping."""
     ok: bool
-    """False when Megatron skipped the step, as it does with a loss scale (fp16)."""
+    """False when the step was skipped: nothing has changed, but for Megatron's loss scale (fp16) where there is one."""
     lr: float
     """Learning rate of this step."""
-    stop: bool
-    """Whether any rank was asked to stop."""
+    flags: tuple[bool, ...] = ()
+    """Of each flag that was passed in, whether any rank had it set."""
+    dataset_losses: dict[int, float] = field(default_factory=dict)
+    """Mean cross-entropy per token of each dataset of the blend that the global batch has samples of."""
 
     @property
     def finite(self) -> bool:
-        """False when the weights are lost: without a loss scale Megatron takes a step of any gradient."""
+        """False for a loss or a gradient that is NaN or infinite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
@@ -79,9 +81,14 @@ class _ForwardStep:
         losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
         def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total = (losses_BS.float() * mask_BS).sum()
+            masked_BS = losses_BS.float() * mask_BS
+            total = masked_BS.sum()
+            report = {"total": total.detach().clone(), "count": count}
+            if "dataset_id" in batch:
+                sums_B2 = torch.stack([masked_BS.detach().sum(1), mask_BS.sum(1)], dim=1)
+                report |= {"dataset_id": batch["dataset_id"], "sums_B2": sums_B2}
             # Megatron divides: by this count and the number of micro-batches, or by the step's tokens.
-            return total, count.int(), {"total": total.detach().clone(), "count": count}
+            return total, count.int(), report
 
         return losses_BS, loss_function
 
@@ -112,18 +119,29 @@ def _run_schedule(
     )
 
 
-def _mean_loss(outputs: list[dict[str, Tensor]], flag: bool = False) -> tuple[float, bool]:
-    """Mean per token over all micro-batches and ranks, and whether `flag` is set on any rank. Collective.
+def _over_all_ranks(outputs: list[dict[str, Tensor]], datasets: int = 0, *further: Any) -> tuple[list[float], Any]:
+    """[total, count, further...] over all micro-batches and ranks, and [total, count] of each dataset. Collective.
 
-    Only the last pipeline stage has outputs. The flag rides along: a step waits for the device once.
+    Only the last pipeline stage has outputs. All goes in one reduction: the device is waited for once.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=device())
+    sums = torch.zeros(2 + len(further) + 2 * datasets, dtype=torch.float64, device=device())
+    by_dataset_D2 = sums[2 + len(further) :].view(datasets, 2)
     for output in outputs:
         sums[:2] += torch.stack([output["total"].double(), output["count"].double()])
-    sums[2] += flag
+        if "dataset_id" in output:
+            by_dataset_D2.index_add_(0, output["dataset_id"], output["sums_B2"].double())
+    for place, number in enumerate(further, start=2):
+        sums[place] = number
     dist.all_reduce(sums)
-    total, count, flags = sums.tolist()
-    return total / max(count, 1.0), flags > 0
+    values = sums.tolist()
+    return values[: 2 + len(further)], by_dataset_D2.tolist()
+
+
+def _squares(wrapped: Any) -> Tensor:
+    """Sum of squares of this rank's gradients, in fp32 as Megatron's: NaN or infinite where one is, or is too large."""
+    buffers = [buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+    norms = [torch.linalg.vector_norm(buffer, dtype=torch.float32) for buffer in buffers if buffer.numel()]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device())
 
 
 def train_step(
@@ -135,12 +153,14 @@ def train_step(
     seq_length: int,
     step: int = 0,
     seed: int = 0,
-    stop_asked: Callable[[], bool] = lambda: False,
+    datasets: int = 0,
+    flags: Callable[[], tuple[bool, ...]] = tuple,
 ) -> StepResult:
     """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate.
 
-    `step` counts the steps taken before; with `seed` it fixes the noise that routers draw. `stop_asked` is this rank's
-    answer at the end of the step; the result says whether any rank's was yes.
+    Where the loss or a gradient is not finite on any rank the step is skipped: nothing changes on any. `step` counts
+    the steps before; with `seed` it fixes the noise that routers draw. `datasets` is how many the blend has. `flags`
+    are asked for after the backward pass.
     """
     for router in routers(trainee.gpt):
         router.begin_step(step)
@@ -158,13 +178,25 @@ def train_step(
         forward_only=False,
     )
     lr = trainee.scheduler.get_lr({})
-    ok, grad_norm, _ = trainee.optimizer.step()
+    sums, by_dataset = _over_all_ranks(outputs, datasets, _squares(trainee.wrapped), *flags())
+    total, count, squares, *flagged = sums
+    loss, grad_norm, ok = total / max(count, 1.0), squares**0.5, False
+    # With a loss scale (fp16) Megatron itself skips such a gradient, and lowers the scale; without, it would take it.
+    if math.isfinite(loss) and (math.isfinite(squares) or trainee.gpt.config.fp16):
+        ok, norm, _ = trainee.optimizer.step()
+        grad_norm = float(norm or 0.0)
     if ok:
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):
             router.after_step()
-    loss, stop = _mean_loss(outputs, stop_asked())
-    return StepResult(loss=loss, grad_norm=float(grad_norm or 0.0), ok=bool(ok), lr=lr, stop=stop)
+    return StepResult(
+        loss=loss,
+        grad_norm=grad_norm,
+        ok=bool(ok),
+        lr=lr,
+        flags=tuple(number > 0 for number in flagged),
+        dataset_losses={i: total / count for i, (total, count) in enumerate(by_dataset) if count},
+    )
 
 
 def mean_validation_loss(
@@ -183,4 +215,5 @@ def mean_validation_loss(
             step=0,
             forward_only=True,
         )
-    return _mean_loss(outputs)[0]
+    (total, count), _ = _over_all_ranks(outputs)
+    return total / max(count, 1.0)

@@ -116,23 +116,18 @@ def test_the_disk_is_full_in_one_expert_s_folder(user: User, calm: str) -> None:
 
 
 @pytest.mark.slow
-def test_slurm_s_own_signal_before_the_limit(user: User, calm: str) -> None:
-    """A limit of one minute, and the signal 50 seconds before it."""
-    limit = ("experts.math.set.steps=400", "experts.math.time='00:01:00'", "experts.math.sbatch=['--signal=B:USR1@50']")
-    ids = user.submit("math", "until=experts", *limit)
-    assert user.wait_end(*ids.values(), seconds=240) == ["COMPLETED"]
-    starts = user.starts("expert-math")
-    assert starts[0]["stop"] and starts[-1]["first"] > 0
-
-
-@pytest.mark.slow
-def test_a_node_dies(user: User, calm: str) -> None:
-    """With everything on it; Slurm finds out by itself."""
+def test_a_node_dies_and_on_the_other_a_limit_nears(user: User, calm: str) -> None:
+    """SIGKILL to all on a node, which Slurm finds out by itself; a limit of one minute, a signal 50 seconds before."""
     if not (user.cluster / "hosts").exists():
         pytest.skip("the nodes have no names of their own: unshare --mount --uts needs root")
+    limit = "--nodelist=node1 --time=1 --signal=B:USR1@50"
+    limited = user.sbatch("train_expert.sh", "prose", "steps=400", options=limit)
     ids = begin(user)
     user.daemon("kill", "node2")
     wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue", seconds=180)
     user.daemon("revive", "node2")
     user.wait_nodes("idle", "allocated", "mixed")
     end(user, ids, calm)
+    assert user.wait_end(limited, seconds=240) == ["COMPLETED"]
+    starts = user.starts("expert-prose")
+    assert starts[0]["stop"] and starts[-1]["first"] > 0

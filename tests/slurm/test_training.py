@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
@@ -141,40 +141,6 @@ def test_over_two_nodes_the_same_bits_as_on_this_machine(user: User, calm: Path)
     assert set(submit(user, "until=export").values()) == {"done"}
 
 
-def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path) -> None:
-    """A stop before the limit, a dead rank, a requeue; a new controller, a node down, a job cancelled and submitted."""
-    ids = submit(user, "requeue_on_failure=true", "until=train")
-    faults = {
-        "expert-math": lambda: user.stop_soon(ids["expert-math"]),
-        "expert-code": lambda: end_rank(user.runs / "expert-code", 1),
-        "expert-prose": lambda: user.run("scontrol", "requeue", ids["expert-prose"]),
-    }
-    for _ in range(len(faults)):
-        wait_for(lambda: any(user.step(stage) >= 8 for stage in faults), "a step of an expert", seconds=600)
-        stage = next(stage for stage in faults if user.step(stage) >= 8)
-        faults.pop(stage)()
-    assert user.wait_end(*(ids[stage] for stage in EXPERTS), seconds=900) == ["COMPLETED"] * 3
-    restarts = [user.job(ids[stage])["Restarts"] for stage in EXPERTS]
-    assert restarts == ["1"] * 3, "a fault came too late"
-    assert "stopped on request after step" in user.log("expert-math"), "the ranks did not save"
-    assert "(exitcode: 75)" in user.log("expert-math"), "torchrun died of the signal"
-
-    wait_for(lambda: user.step("joint") >= 4, "step 4 of joint", seconds=600)
-    user.daemon("halt", "slurmctld")
-    user.daemon("revive", "slurmctld")
-    user.wait_nodes("idle", "allocated", "mixed")
-    wait_for(lambda: user.step("joint") >= 8, "step 8 of joint", seconds=600)
-    user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
-    wait_for(lambda: user.job(ids["joint"]).get("Restarts") == "1", "the requeue")
-    user.resume("node2")
-    wait_for(lambda: "restart 1 of" in user.log("joint"), "the second start", seconds=600)
-    user.btx("cancel", "joint")
-    user.wait_end(ids["joint"])
-    again = submit(user, "requeue_on_failure=true", "until=train")
-    assert user.wait_end(again["joint"], seconds=900) == ["COMPLETED"]
-    assert_same(user, calm, *EXPERTS, "mix", "joint")
-
-
 @pytest.fixture
 def little_room(cluster: Path) -> Iterator[Path]:
     """A runs folder where expert-math is a file system that is too small for a checkpoint."""
@@ -187,14 +153,54 @@ def little_room(cluster: Path) -> Iterator[Path]:
             shutil.rmtree(path)
 
 
-def test_a_full_disk_ends_one_branch_with_its_cause(user: User, calm: Path, little_room: Path) -> None:
+def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path, little_room: Path) -> None:
+    """A full disk, a stop before the limit, a dead rank, a requeue; then those of `joint`, below."""
     user = user.having(BTX_RUNS=str(little_room))
-    ids = submit(user, "~experts.prose", "until=mix")
-    assert user.wait_end(*ids.values(), seconds=900) == ["FAILED", "COMPLETED", "CANCELLED"], user.btx("status")
+    words = ("requeue_on_failure=true", "max_restarts=1", "until=train")
+    ids = submit(user, *words)
+    fault_each(
+        user,
+        {
+            "expert-code": lambda: end_rank(user.runs / "expert-code", 1),
+            "expert-prose": lambda: user.run("scontrol", "requeue", ids["expert-prose"]),
+        },
+    )
+    ended = user.wait_end(*ids.values(), seconds=900)
+    assert ended == ["FAILED", "COMPLETED", "COMPLETED", "CANCELLED", "CANCELLED"], user.btx("status")
     row = next(line for line in user.btx("status").splitlines() if line.startswith("expert-math"))
     assert row.split()[1] == "failed" and "the disk or a quota is full" in row
-    user.run("mount", "-o", "remount,size=64m", little_room / "expert-math")
-    again = submit(user, "~experts.prose", "until=mix")
-    assert again["expert-code"] == "done"
-    assert user.wait_end(again["expert-math"], again["mix"], seconds=900) == ["COMPLETED"] * 2
-    assert_same(user, calm, "expert-math", "expert-code")
+    user.run("mount", "-o", "remount,size=64m", user.runs / "expert-math")
+    (user.runs / "expert-math" / "metrics.jsonl").unlink()  # nothing was saved: it counts from 0 again
+    ids |= {stage: job for stage, job in submit(user, *words).items() if job != "done"}
+    fault_each(user, {"expert-math": lambda: user.stop_soon(ids["expert-math"])})
+    assert user.wait_end(ids["expert-math"], seconds=900) == ["COMPLETED"]
+    assert [user.job(ids[stage])["Restarts"] for stage in EXPERTS] == ["1"] * 3, "a fault came too late"
+    assert "stopped on request after step" in user.log("expert-math"), "the ranks did not save"
+    assert "(exitcode: 75)" in user.log("expert-math"), "torchrun died of the signal"
+    fault_joint(user, ids["joint"])
+    again = submit(user, *words)
+    assert user.wait_end(again["joint"], seconds=900) == ["COMPLETED"]
+    assert_same(user, calm, *EXPERTS, "mix", "joint")
+
+
+def fault_each(user: User, faults: dict[str, Callable[[], object]]) -> None:
+    """Does each of these to its stage as soon as that has done a few steps."""
+    while faults:
+        wait_for(lambda: any(user.step(stage) >= 8 for stage in faults), f"step 8 of {list(faults)}", seconds=600)
+        stage = next(stage for stage in faults if user.step(stage) >= 8)
+        faults.pop(stage)()
+
+
+def fault_joint(user: User, job: str) -> None:
+    """The controller is restarted, a node goes down, and the job is cancelled."""
+    wait_for(lambda: user.step("joint") >= 4, "step 4 of joint", seconds=600)
+    user.daemon("halt", "slurmctld")
+    user.daemon("revive", "slurmctld")
+    user.wait_nodes("idle", "allocated", "mixed")
+    wait_for(lambda: user.step("joint") >= 8, "step 8 of joint", seconds=600)
+    user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    wait_for(lambda: user.job(job).get("Restarts") == "1", "the requeue")
+    user.resume("node2")
+    wait_for(lambda: "restart 1 of" in user.log("joint"), "the second start", seconds=600)
+    user.btx("cancel", "joint")
+    user.wait_end(job)

@@ -76,17 +76,26 @@ def forget_optimizer(_: str) -> None:
     checkpoint.load_optimizer_state = lambda *_, **__: None
 
 
-def poison_at(step: str) -> None:
-    """Makes the gradient of the last norm infinite in one step."""
+def poisoned_and_killed(places: str) -> None:
+    """`poison_at`, and a SIGKILL before a step: "6,7@1/10"."""
+    poison, _, number = places.partition("/")
+    poison_at(poison)
+    at(f"btx_nemo.train.run:train_step:{number}")
+
+
+def poison_at(places: str) -> None:
+    """Makes a gradient infinite in some steps, on all ranks or one: "6,7" or "6,7@1"."""
     import btx_nemo.train.run as run
 
-    train_step, calls = run.train_step, 0
+    numbers, _, rank = places.partition("@")
+    if rank and os.environ.get("RANK", "0") != rank:
+        return
+    steps, train_step = {int(number) for number in numbers.split(",")}, run.train_step
 
     def poisoned(trainee: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        weight = trainee.gpt.decoder.final_layernorm.weight
-        hook = weight.register_hook(lambda gradient: gradient * (float("inf") if calls == int(step) else 1.0))
+        weight = next(parameter for parameter in trainee.gpt.parameters() if parameter.requires_grad)
+        bad = kwargs["step"] + 1 in steps
+        hook = weight.register_hook(lambda gradient: gradient * (float("inf") if bad else 1.0))
         result = train_step(trainee, *args, **kwargs)
         hook.remove()
         return result

@@ -20,7 +20,7 @@ SIZES = dict(
     vocab_size=VOCAB,
     max_position_embeddings=64,
 )
-SPEED = ("tokens_per_second",)
+SPEED = ("tokens_per_second", "flops_per_second", "flops_utilization", "memory_bytes")
 """Keys of metrics.jsonl that no two runs share."""
 
 

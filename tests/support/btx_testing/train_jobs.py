@@ -41,12 +41,13 @@ def trainee(model: str, layout: dict[str, int], options: dict[str, Any]) -> Iter
         yield build_trainee(settings, open_source(Path(model)))
 
 
-def steps(subject: Any, count: int, vocab_size: int = 288) -> Iterator[Any]:
+def steps(subject: Any, count: int, vocab_size: int = 288, mask: float = 1.0) -> Iterator[Any]:
     """Results of `count` steps of two micro-batches of one sequence of 16 tokens, the same on all ranks."""
     from btx_nemo.train.step import train_step
     from btx_testing.jobs import random_batch
 
     batch = random_batch(vocab_size, total=1, length=16)
+    batch["loss_mask"] *= mask
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
         while True:
@@ -123,3 +124,47 @@ def after_parallel_state(layout: dict[str, int]) -> list[bool]:
     with parallel_state(LayoutConfig(**layout), seed=1):
         from megatron.core import parallel_state as mpu
     return [dist.is_initialized(), mpu.model_parallel_is_initialized(), torch.cuda.Stream is _Inert]
+
+
+def around_a_poisoned_step(model: str, layout: dict[str, int], rank: int, what: str) -> dict[str, Any]:
+    """Of two steps, one with an infinite loss or gradient on one rank alone, and another: its result, and digests.
+
+    `before` and `after` are of all state around the poisoned step, `end` at the end, `calm` of a run without it.
+    """
+    import torch.distributed as dist
+
+    here = dist.get_rank() == rank
+    with trainee(model, layout, {}) as subject:
+        list(steps(subject, 2))
+        before = state_digest(subject)
+        hooks = []
+        if here and what == "gradient":
+            weight = next(p for p in subject.gpt.parameters() if p.requires_grad)
+            hooks.append(weight.register_hook(lambda gradient: gradient * float("nan")))
+        (poisoned,) = steps(subject, 1, mask=float("inf") if here and what == "loss" else 1.0)
+        for hook in hooks:
+            hook.remove()
+        after = state_digest(subject)
+        list(steps(subject, 1))
+        end = state_digest(subject)
+    with trainee(model, layout, {}) as subject:
+        list(steps(subject, 3))
+        calm = state_digest(subject)
+    facts = {"ok": poisoned.ok, "finite": poisoned.finite, "loss": poisoned.loss}
+    return {**facts, "before": before, "after": after, "end": end, "calm": calm}
+
+
+def state_digest(subject: Any) -> str:
+    """Of every bit of the weights, buffers, optimizer and schedule of this rank."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for name, value in subject.gpt.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            digest.update(name.encode() + value.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    for part in subject.optimizer.chained_optimizers:
+        for state in part.optimizer.state.values() if part.optimizer else ():
+            for key, value in sorted(state.items()):
+                digest.update(key.encode() + value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(repr(subject.scheduler.state_dict()).encode())
+    return digest.hexdigest()
