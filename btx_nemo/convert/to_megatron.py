@@ -8,7 +8,7 @@ from btx_nemo.checkpoints.atomic import atomic_dir, refuse_existing
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.respelled import SPELLINGS, experts_apart
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.config.choice import check_choice
 from btx_nemo.convert.check import check_mode, check_result
 from btx_nemo.convert.checkpoint import check_dtype, facts, space_needed, stream

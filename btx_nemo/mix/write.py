@@ -10,7 +10,7 @@ from typing import Any
 
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, save_tokenizer
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import (

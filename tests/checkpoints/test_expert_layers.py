@@ -14,7 +14,8 @@ from btx_testing.pool import RankPool
 from btx_testing.tensors import load_folder, same_bits
 
 from btx_nemo.checkpoints.respelled import SPELLINGS, experts_apart, respelled
-from btx_nemo.checkpoints.torch_dist import DistReader, DistSink
+from btx_nemo.checkpoints.torch_dist import DistReader
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.plan.execute import execute

@@ -12,7 +12,7 @@ from btx_testing.models import make_model
 from btx_testing.tensors import temporaries
 
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.convert import check
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
