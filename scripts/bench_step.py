@@ -176,14 +176,14 @@ def bare_loop(config: TrainConfig, trainee: Any) -> Iterator[None]:
         return losses, lambda x: (x.float().mean(), {"loss": x.detach().float().mean()})
 
     microbatches = config.global_batch_size // (size * mpu.get_data_parallel_world_size())
-    trainee.wrapped.train()
+    trainee.wrapped[0].train()
     while True:
-        trainee.wrapped.zero_grad_buffer()
+        trainee.wrapped[0].zero_grad_buffer()
         trainee.optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=None,
-            model=[trainee.wrapped],
+            model=trainee.wrapped,
             num_microbatches=microbatches,
             seq_length=length,
             micro_batch_size=size,

@@ -10,14 +10,25 @@ from btx_nemo.families.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """How ranks share the model; what is left over is data parallel (DP = ranks / (tp * pp))."""
+    """How ranks share the model; what is left over is data parallel (DP = ranks / (tp * pp * cp))."""
 
     tp: int = 1
     """Tensor-parallel ranks; with more than one, sequence parallelism is on as well."""
     pp: int = 1
     """Pipeline stages; divides the number of layers."""
+    vpp: int = 1
+    """Virtual stages of each pipeline rank (Megatron's interleaved schedule): the rank has every pp-th piece of the
+    model; pp * vpp divides the number of layers, and pp the micro-batches of a step."""
+    cp: int = 1
+    """Context-parallel ranks: each has a part of every sequence, which 2 * cp * tp divides."""
     ep: int = 1
-    """Expert-parallel ranks, taken from the tp * dp ranks of a pipeline stage; divides the number of experts."""
+    """Expert-parallel ranks, taken from the tp * cp * dp ranks of a pipeline stage; divides the number of experts."""
+    etp: int = 1
+    """Ranks that each expert is cut over (tp cuts only what is no expert), taken from the same ranks."""
+
+    def dp(self, ranks: int) -> int:
+        """Data-parallel ranks, each with its own sequences, of `ranks` in all."""
+        return ranks // (self.tp * self.pp * self.cp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +179,10 @@ class TrainConfig:
     precision: str = "fp32"
     """fp32, or bf16 with fp32 main weights in the optimizer. A router is fp32 in both."""
     recompute: str = "none"
-    """none, or full: activations are computed again in the backward pass, which saves memory and changes nothing."""
+    """What is computed again in the backward pass, which saves memory and changes nothing: none, selective (the
+    `recompute_modules`) or full (all but each layer's input)."""
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
+    """With recompute=selective: core_attn (scores and probabilities), mlp (dense blocks), moe (mixtures)."""
     steps: int
     """Optimizer steps of the whole run."""
     micro_batch_size: int
@@ -208,5 +222,16 @@ class TrainConfig:
     """Seed of fresh weights, data order and dropout."""
 
 
-NO_EFFECT = ("layout", "log_every", "eval_every", "eval_batches", "checkpoint", "robust", "log", "export", "recompute")
+NO_EFFECT = (
+    "layout",
+    "log_every",
+    "eval_every",
+    "eval_batches",
+    "checkpoint",
+    "robust",
+    "log",
+    "export",
+    "recompute",
+    "recompute_modules",
+)
 """Keys of TrainConfig that change nothing in what is computed."""

@@ -82,15 +82,21 @@ def _endless(
 
 
 def num_validation_microbatches(
-    dataset: Dataset, *, micro_batch_size: int, dp_size: int, num_samples: int | None = None
+    dataset: Dataset, *, micro_batch_size: int, dp_size: int, num_samples: int | None = None, multiple_of: int = 1
 ) -> int:
-    """Microbatches per rank that `validation_batches` yields: at least one, the same on every rank."""
-    wanted = _validation_size(dataset, num_samples)
-    return -(-wanted // (micro_batch_size * dp_size))
+    """Microbatches per rank that `validation_batches` yields: a multiple of `multiple_of`, the same on every rank."""
+    per_round = micro_batch_size * dp_size * multiple_of
+    return -(-_validation_size(dataset, num_samples) // per_round) * multiple_of
 
 
 def validation_batches(
-    dataset: Dataset, *, micro_batch_size: int, dp_rank: int, dp_size: int, num_samples: int | None = None
+    dataset: Dataset,
+    *,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    num_samples: int | None = None,
+    multiple_of: int = 1,
 ) -> Iterator[dict[str, Any]]:
     """The same samples each time, from sample 0, each counted once whatever the layout.
 
@@ -101,9 +107,14 @@ def validation_batches(
 
     Returns and raises as `batches`.
     """
-    wanted = _validation_size(dataset, num_samples)
-    rounds = -(-wanted // (micro_batch_size * dp_size))
-    return _once(dataset, wanted, rounds, micro_batch_size, dp_rank, dp_size)
+    rounds = num_validation_microbatches(
+        dataset,
+        micro_batch_size=micro_batch_size,
+        dp_size=dp_size,
+        num_samples=num_samples,
+        multiple_of=multiple_of,
+    )
+    return _once(dataset, _validation_size(dataset, num_samples), rounds, micro_batch_size, dp_rank, dp_size)
 
 
 def _once(

@@ -1,4 +1,8 @@
-"""What some families' attention has beyond Megatron's: a bias on the output alone, rope that layers do not share."""
+"""Attention beyond Megatron's: a bias on the output alone, rope that layers do not share, and context parallelism in
+plain torch.
+
+Shape suffixes: Q positions of this rank, S of the whole sequence, B micro-batch, G key and value heads, D head_dim.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from btx_nemo.routers.ranks import context_positions
 
 
 @functools.cache
@@ -44,12 +50,68 @@ def plain_rope_attention() -> Any:
             return super().forward(hidden_states, *args, rotary_pos_emb=self._angles(rotary_pos_emb), **kwargs)
 
         def _angles(self, given: Any) -> Tensor:
-            """Plain angles [S, 1, 1, head_dim] for as many positions as the model's own."""
+            """Plain angles [S, 1, 1, head_dim] for the same positions as the model's own."""
             assert isinstance(given, Tensor), "rope that is packed or fused"
             if self._cached is None or self._cached.shape != given.shape or self._cached.device != given.device:
-                positions = torch.arange(given.shape[0], device=given.device, dtype=torch.float32)
+                positions = positions_here(given.shape[0]).to(given.device, torch.float32)
                 angles = torch.outer(positions, self.frequencies.to(given.device))
                 self._cached = torch.cat((angles, angles), dim=-1)[:, None, None, :]
             return self._cached
 
     return PlainRopeAttention
+
+
+def positions_here(length: int) -> Tensor:
+    """Positions in the whole sequence of the `length` that this context-parallel rank has."""
+    from megatron.core import parallel_state as mpu
+
+    return context_positions(length, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+
+@functools.cache
+def gathered_keys_attention() -> Any:
+    """Megatron's local core attention for context parallelism, which it leaves to Transformer Engine alone.
+
+    Every rank gathers the keys and values of the whole sequence (Megatron's `cp_comm_type="all_gather"`) and computes
+    the rows of its own queries, so that only the scores and the queries are cut.
+    """
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class GatheredKeysAttention(DotProductAttention):
+        """Causal, in a sliding window where the layer has one. Backward adds up the gradients of keys and values."""
+
+        def __init__(self, config: Any, *args: Any, **kwargs: Any):
+            alone = copy.copy(config)
+            alone.context_parallel_size = 1  # its own check; what it computes does not depend on it
+            super().__init__(alone, *args, **kwargs)
+            # It would make a window's mask by itself, for queries that begin with the first key.
+            self.window, self.scale_mask_softmax.window_size = self.scale_mask_softmax.window_size, None
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *args: Any, **kwargs: Any
+        ) -> Tensor:
+            """Queries [Q, B, heads, D], keys and values [Q, B, G, D] -> [Q, B, heads * D].
+
+            `attention_mask` is true where a position may not look, [B or 1, 1, Q, S]; it takes away from what is left.
+            """
+            group, heads = mpu.get_context_parallel_group(), key.shape[2]
+            both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=2), group=group)
+            order = torch.cat([context_positions(len(key), rank, group.size()) for rank in range(group.size())])
+            both = both[order.argsort().to(both.device)]
+            hidden = self._hidden_from(positions_here(len(query)), len(both)).to(query.device)
+            if attention_mask is not None:
+                hidden = hidden | attention_mask
+            key, value = both[:, :, :heads].contiguous(), both[:, :, heads:].contiguous()
+            return super().forward(query, key, value, hidden, *args, **kwargs)
+
+        def _hidden_from(self, positions_Q: Tensor, length: int) -> Tensor:
+            """[1, 1, Q, S]: true at later positions, and at those before the window."""
+            distance_QS = positions_Q[:, None] - torch.arange(length)
+            hidden_QS = distance_QS < 0
+            if self.window is not None:
+                hidden_QS = hidden_QS | (distance_QS > self.window[0])
+            return hidden_QS[None, None]
+
+    return GatheredKeysAttention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from btx_nemo.megatron.specs import block_spec
 from btx_nemo.routers import router_class
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-FULL_RECOMPUTATION = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+RECOMPUTATION: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective"),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+"""Megatron's settings for each value of `recompute`."""
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 
 
 def transformer_config(
@@ -26,6 +33,7 @@ def transformer_config(
     *,
     precision: str = "fp32",
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
 ) -> Any:
     """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
@@ -52,8 +60,12 @@ def transformer_config(
         calculate_per_token_loss=per_token_loss,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        **_interleaved_settings(layout),
+        context_parallel_size=layout.cp,
+        # Transformer Engine passes keys round in a ring, but not with a window.
+        cp_comm_type="p2p" if model.sliding_window is None else "all_gather",
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.etp,
         sequence_parallel=layout.tp > 1,
         pipeline_dtype=DTYPES[precision],
         params_dtype=DTYPES[precision],
@@ -67,8 +79,16 @@ def transformer_config(
         persist_layer_norm=False,
         **_mixture_settings(model),
         **_window_settings(model),
-        **(FULL_RECOMPUTATION if recompute == "full" else {}),
+        **RECOMPUTATION[recompute],
+        recompute_modules=list(recompute_modules),
     )
+
+
+def _interleaved_settings(layout: LayoutConfig) -> dict[str, Any]:
+    if layout.vpp == 1:
+        return {}
+    # In one batch, what two stages send each other would be mixed up: with each, the next is also the one before.
+    return dict(virtual_pipeline_model_parallel_size=layout.vpp, overlap_p2p_comm=True, batch_p2p_comm=False)
 
 
 def _mixture_settings(model: ModelConfig) -> dict[str, Any]:
@@ -97,6 +117,35 @@ def _window_settings(model: ModelConfig) -> dict[str, Any]:
     )
 
 
+class Chunks(torch.nn.ModuleList):
+    """The virtual pipeline stages of a rank, in their order, as one module: each a GPTModel."""
+
+    @property
+    def config(self) -> Any:
+        """Megatron's TransformerConfig, which all share."""
+        return self[0].config
+
+    def sharded_state_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """As a GPTModel's: the names are those of `state_dict`, and each tensor's key is global."""
+        return {
+            f"{number}.{name}": value
+            for number, chunk in enumerate(self)
+            for name, value in chunk.sharded_state_dict(**kwargs).items()  # type: ignore[operator]
+        }
+
+
+def chunks(gpt: torch.nn.Module) -> list[Any]:
+    """The GPTModels that `build_model` returned: one, or one for each virtual pipeline stage."""
+    return list(gpt) if isinstance(gpt, Chunks) else [gpt]
+
+
+def chunk_layers(model: ModelConfig, layout: LayoutConfig, pp_rank: int, chunk: int) -> range:
+    """Layers, by their number in the model from zero, of a virtual pipeline stage of a pipeline rank."""
+    size = model.num_layers // (layout.pp * layout.vpp)
+    first = (chunk * layout.pp + pp_rank) * size
+    return range(first, first + size)
+
+
 def build_model(
     model: ModelConfig,
     layout: LayoutConfig,
@@ -104,33 +153,54 @@ def build_model(
     precision: str = "fp32",
     router: RouterConfig | None = None,
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
     transformer_engine: bool | None = None,
 ) -> torch.nn.Module:
-    """This rank's GPTModel, weights undefined: `load_weights` fills them. Needs `parallel_state` entered.
+    """This rank's GPTModel, or its `Chunks` with layout.vpp > 1, weights undefined: `load_weights` fills them.
 
-    `transformer_engine` is `block_spec`'s.
+    Needs `parallel_state` entered. `transformer_engine` is `block_spec`'s.
     """
+    from megatron.core import parallel_state as mpu
+
+    config = transformer_config(
+        model,
+        layout,
+        precision=precision,
+        recompute=recompute,
+        recompute_modules=recompute_modules,
+        per_token_loss=per_token_loss,
+    )
+    parts = []
+    for number in range(layout.vpp):
+        spec = block_spec(
+            model,
+            router or RouterConfig(),
+            chunk_layers(model, layout, mpu.get_pipeline_model_parallel_rank(), number),
+            transformer_engine=transformer_engine,
+            context_parallel=layout.cp > 1,
+        )
+        parts.append(_gpt_model(model, config, spec, number if layout.vpp > 1 else None))
+    return Chunks(parts) if layout.vpp > 1 else parts[0]
+
+
+def _gpt_model(model: ModelConfig, config: Any, spec: Any, vp_stage: int | None) -> Any:
     from megatron.core import parallel_state as mpu
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     from btx_nemo.megatron.platform import device
 
-    config = transformer_config(model, layout, precision=precision, recompute=recompute, per_token_loss=per_token_loss)
-    per_stage = model.num_layers // layout.pp
-    first = mpu.get_pipeline_model_parallel_rank() * per_stage
     gpt = GPTModel(
         config,
-        block_spec(
-            model, router or RouterConfig(), range(first, first + per_stage), transformer_engine=transformer_engine
-        ),
+        spec,
         vocab_size=padded_vocabulary(model.vocab_size),
         max_sequence_length=model.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=model.rope_theta,
         share_embeddings_and_output_weights=model.tie_word_embeddings,
-        pre_process=mpu.is_pipeline_first_stage(),
-        post_process=mpu.is_pipeline_last_stage(),
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        vp_stage=vp_stage,
     ).to(device())
     if gpt.post_process and gpt.vocab_size != model.vocab_size:
         gpt.output_layer.register_forward_hook(functools.partial(_never_predict, model.vocab_size))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 _MISSING = object()
@@ -132,11 +133,44 @@ def _megatron_stubs() -> list[tuple[Any, str, Any]]:
         (random.CheckpointFunction, "backward", staticmethod(recompute_redirected)),
         (random, "_get_cuda_rng_state", lambda *_, **__: _cuda_generator.get_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: _cuda_generator.set_state(state)),
+        # Experts that are cut (etp > 1) get other numbers of tokens from each rank.
+        (dist, "all_gather", _all_gather_of_any_size),
+        (dist, "reduce_scatter", _reduce_scatter_of_any_size),
         # 0.16 uses this name without defining it where Transformer Engine is absent.
         (moe_utils, "te_general_gemm", getattr(moe_utils, "te_general_gemm", None)),
         # The original copies through pinned memory and waits on a stream.
         (token_dispatcher, "maybe_move_tensor_to_cpu", move_to_cpu),
     ]
+
+
+_all_gather, _reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+
+def _all_gather_of_any_size(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **kw: Any) -> Any:
+    """gloo gathers only tensors of one shape: others are filled up to the longest, and cut again."""
+    if all(output.shape == tensor.shape for output in outputs):
+        return _all_gather(outputs, tensor, group=group, **kw)
+    longest = max(len(output) for output in outputs)
+    padded = [tensor.new_empty(longest, *tensor.shape[1:]) for _ in outputs]
+    _all_gather(padded, _filled_up(tensor, longest), group=group)
+    for output, found in zip(outputs, padded, strict=True):
+        output.copy_(found[: len(output)])
+    return None
+
+
+def _reduce_scatter_of_any_size(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None, **kw: Any) -> Any:
+    """The same for sums of which each rank gets its part."""
+    if all(tensor.shape == output.shape for tensor in inputs):
+        return _reduce_scatter(output, inputs, group=group, **kw)
+    longest = max(len(tensor) for tensor in inputs)
+    padded = output.new_empty(longest, *output.shape[1:])
+    _reduce_scatter(padded, [_filled_up(tensor, longest) for tensor in inputs], group=group)
+    output.copy_(padded[: len(output)])
+    return None
+
+
+def _filled_up(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
 @contextlib.contextmanager

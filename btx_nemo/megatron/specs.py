@@ -10,14 +10,19 @@ from typing import Any
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import plain_frequencies, scales_rope
-from btx_nemo.megatron.attention import plain_rope_attention, with_bias
+from btx_nemo.megatron.attention import gathered_keys_attention, plain_rope_attention, with_bias
 from btx_nemo.megatron.compat import has_transformer_engine, supported, with_linear_fc1, with_router
 from btx_nemo.megatron.norms import KeyNorm, PostNormAdd, QueryNorm, RMSNorm
 from btx_nemo.routers import router_class
 
 
 def block_spec(
-    model: ModelConfig, router: RouterConfig, layers: range, *, transformer_engine: bool | None = None
+    model: ModelConfig,
+    router: RouterConfig,
+    layers: range,
+    *,
+    transformer_engine: bool | None = None,
+    context_parallel: bool = False,
 ) -> Any:
     """TransformerBlockSubmodules for the layers of this pipeline stage, by their number in the model.
 
@@ -33,6 +38,8 @@ def block_spec(
         kind = model.is_mixture(layer), scales_rope(model, layer)
         if kind not in kinds:
             kinds[kind] = _layer(model, router, *kind, transformer_engine)
+            if context_parallel and not transformer_engine:
+                kinds[kind] = _with_core_attention(kinds[kind], gathered_keys_attention())
         specs.append(kinds[kind])
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 
@@ -69,6 +76,14 @@ def _attention(model: ModelConfig, attention: Any, scaled_rope: bool) -> Any:
         params = {**attention.params, "frequencies": plain_frequencies(model)}
         attention = dataclasses.replace(attention, module=plain_rope_attention(), params=params)
     return attention
+
+
+def _with_core_attention(layer: Any, core_attention: Any) -> Any:
+    """A layer with another core attention."""
+    attention = layer.submodules.self_attention
+    submodules = dataclasses.replace(attention.submodules, core_attention=core_attention)
+    attention = dataclasses.replace(attention, submodules=submodules)
+    return dataclasses.replace(layer, submodules=dataclasses.replace(layer.submodules, self_attention=attention))
 
 
 def _norms_after(model: ModelConfig, submodules: Any, experts: int | None, transformer_engine: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from btx_nemo.plan.expr import Expr, Normal
 from btx_nemo.routers.foreign import check_megatron
 from btx_nemo.routers.losses import LOSSES, Decision, check_loss_names
 from btx_nemo.routers.noise import generator_of, micro_batch_seed
-from btx_nemo.routers.ranks import gather
+from btx_nemo.routers.ranks import Places, gather
 from btx_nemo.routers.rows import FrozenRows, check_frozen_rows
 from btx_nemo.routers.statistics import RoutingStatistics
 
@@ -63,6 +63,7 @@ class BaseRouter(Router):
         check_megatron(config, type(self), model.moe)
         self.moe, self.options, self.settings = model.moe, options, self.options_of(model.moe)
         self.weight.data = self.weight.data.float()
+        self.places = Places(self.tp_cp_group, config.context_parallel_size)
         self.losses = {name: weight for name, weight in options.losses.items() if weight}
         self.statistics = RoutingStatistics(model.moe.num_experts)
         self.loss_tokens: dict[int, Tensor] = {}
@@ -243,10 +244,15 @@ class BaseRouter(Router):
             return here * self.tp_cp_group.size()
         return reduce_from_tensor_model_parallel_region(valid_T.sum(), group=self.tp_cp_group).clamp(min=1)
 
-    def gather_tokens(self, values_TX: Tensor) -> tuple[Tensor, slice]:
-        """A constant [T, X] of all ranks that share the micro-batch, by position, and where this rank's tokens lie."""
-        rank, size = self.tp_cp_group.rank(), values_TX.shape[0]
-        return torch.cat(gather(values_TX, self.tp_cp_group)), slice(rank * size, (rank + 1) * size)
+    def gather_tokens(self, values_TX: Tensor) -> tuple[Tensor, Tensor]:
+        """A constant [T, X] of all ranks that share the micro-batch, by position, and this rank's tokens among them."""
+        local, rows = values_TX.shape[0] // self.sequences, torch.arange(self.sequences)
+
+        def tokens(positions: Tensor) -> Tensor:
+            return (positions[:, None] * self.sequences + rows).flatten().to(values_TX.device)
+
+        whole_TX = torch.cat(gather(values_TX, self.tp_cp_group))
+        return whole_TX[tokens(self.places.all(local).argsort())], tokens(self.places.here(local))
 
     # Noise that is the same at every layout, and the same again when activations are recomputed.
 
@@ -258,7 +264,7 @@ class BaseRouter(Router):
         group, local, device = self.tp_cp_group, self.length, next(self.parameters()).device
         generator = generator_of(device, micro_batch_seed(), int(self.layer_number or 0), salt)
         whole = draw(torch.empty(local * group.size(), self.sequences, width, device=device), generator)
-        return whole[group.rank() * local : (group.rank() + 1) * local].flatten(0, 1)
+        return whole[self.places.here(local).to(device)].flatten(0, 1)
 
     def _jittered(self, input: Tensor) -> Tensor:
         size = self.options.input_jitter

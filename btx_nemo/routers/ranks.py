@@ -1,10 +1,12 @@
-"""What the ranks of a group hold, in the order of the ranks; of constants, no gradient flows.
+"""What the ranks that share a micro-batch hold, and where in its sequences that lies; of constants, no gradient flows.
 
-Sequence parallelism gives the ranks that share a micro-batch successive parts of its sequence.
+Context parallelism cuts a sequence into 2 * cp pieces and gives rank r the pieces r and 2 * cp - 1 - r, so that all
+have as many earlier tokens to look at; sequence parallelism cuts what such a rank has into successive parts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,46 @@ def gather(values: Tensor, group: Any) -> list[Tensor]:
     return parts
 
 
-def sum_of_earlier(values: Tensor, group: Any) -> Tensor:
-    """The sum of the values of the ranks before this one; zero on the first. Collective."""
-    return torch.stack([torch.zeros_like(values), *gather(values, group)[: group.rank()]]).sum(dim=0)
+def context_positions(length: int, rank: int, ranks: int) -> Tensor:
+    """Positions in the whole sequence of what a context-parallel rank has of it, `length` of them."""
+    if ranks == 1:
+        return torch.arange(length)
+    piece = torch.arange(length // 2)
+    return torch.cat([piece + rank * len(piece), piece + (2 * ranks - 1 - rank) * len(piece)])
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where in a micro-batch's sequences the tokens of each rank lie."""
+
+    group: Any
+    """The ranks that share the micro-batch: those of a tensor-parallel group, in succession for each of `context`."""
+    context: int
+    """Context-parallel ranks."""
+
+    @property
+    def parts(self) -> int:
+        """Parts, of one size, in each of which a rank's positions follow on one another."""
+        return 1 if self.context == 1 else 2
+
+    def of(self, rank: int, length: int) -> Tensor:
+        """Positions [length] that a rank has."""
+        tensor = self.group.size() // self.context
+        context_rank, tensor_rank = divmod(rank, tensor)
+        mine = context_positions(tensor * length, context_rank, self.context)
+        return mine[tensor_rank * length : (tensor_rank + 1) * length]
+
+    def here(self, length: int) -> Tensor:
+        """Positions [length] of this rank."""
+        return self.of(self.group.rank(), length)
+
+    def all(self, length: int) -> Tensor:
+        """Positions of all ranks, in the order of the ranks: a permutation of those of the whole sequence."""
+        return torch.cat([self.of(rank, length) for rank in range(self.group.size())])
+
+    def sum_of_earlier(self, values_PX: Tensor) -> Tensor:
+        """[P, X], a row for each part, in and out: the sum over the parts, of all ranks, before it. Collective."""
+        whole_X = torch.cat(gather(values_PX, self.group))
+        place = self.all(self.parts).to(whole_X.device)
+        whole_X = whole_X[place.argsort()]
+        return (whole_X.cumsum(dim=0) - whole_X)[self.here(self.parts).to(whole_X.device)]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
 from btx_nemo.routers.functional import capacity_of, top_k_gates, within_capacity
-from btx_nemo.routers.ranks import sum_of_earlier
 
 
 class SwitchRouter(BaseRouter):
@@ -40,14 +39,6 @@ class SwitchRouter(BaseRouter):
         if not 0 <= factor < math.inf:
             raise UserError(f"moe.options.capacity_factor={factor}: must not be negative (0: no limit)")
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if self.config.context_parallel_size > 1 and self.settings.capacity_factor:
-            raise UserError(
-                f"context_parallel_size={self.config.context_parallel_size}: moe.router=switch drops in order of "
-                "position, which context parallelism shuffles; give moe.options.capacity_factor=0"
-            )
-
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.top_k_gates`."""
         return top_k_gates(logits_TE, 1, softmax_before=True, renormalise=False)
@@ -57,5 +48,8 @@ class SwitchRouter(BaseRouter):
         if not self.settings.capacity_factor:
             return selected_TE
         capacity = capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor)
-        earlier_E = sum_of_earlier(selected_TE.sum(dim=0), self.tp_cp_group)
-        return within_capacity(selected_TE, capacity, earlier_E)
+        parts = selected_TE.chunk(self.places.parts)
+        earlier_PE = self.places.sum_of_earlier(torch.stack([part_TE.sum(dim=0) for part_TE in parts]))
+        return torch.cat(
+            [within_capacity(part_TE, capacity, earlier_E) for part_TE, earlier_E in zip(parts, earlier_PE)]
+        )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from btx_nemo.errors import UserError
+from btx_nemo.megatron.model import chunks
 from btx_nemo.megatron.platform import device
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
@@ -23,7 +24,7 @@ def global_names(gpt: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     Megatron counts layers from each pipeline stage's first and experts from each rank's first, and the last stage has
     a copy of a tied embedding under the output layer's name: a pattern must not mean something else in each layout.
     """
-    return {_global_name(gpt, name): parameter for name, parameter in gpt.named_parameters()}
+    return {_global_name(chunk, name): value for chunk in chunks(gpt) for name, value in chunk.named_parameters()}
 
 
 def _global_name(gpt: torch.nn.Module, name: str) -> str:

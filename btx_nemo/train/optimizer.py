@@ -31,8 +31,8 @@ def check_optim(config: TrainConfig) -> None:
         raise UserError(f"optim.warmup_steps={optim.warmup_steps} must be below steps={config.steps}")
 
 
-def build_optimizer(config: TrainConfig, wrapped: Any) -> tuple[Any, Any]:
-    """(optimizer, scheduler) for a model wrapped in Megatron's DistributedDataParallel."""
+def build_optimizer(config: TrainConfig, wrapped: list[Any]) -> tuple[Any, Any]:
+    """(optimizer, scheduler) for a model's pipeline chunks wrapped in Megatron's DistributedDataParallel."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -51,7 +51,7 @@ def build_optimizer(config: TrainConfig, wrapped: Any) -> tuple[Any, Any]:
             params_dtype=DTYPES[config.precision],
             use_distributed_optimizer=True,
         ),
-        [wrapped],
+        wrapped,
     )
     mend_mixed_dtypes(optimizer)
     scheduler = OptimizerParamScheduler(

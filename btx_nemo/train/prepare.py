@@ -20,8 +20,8 @@ from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.families.target import choose_target
-from btx_nemo.megatron.model import DTYPES
-from btx_nemo.megatron.parallel import check_layout, world_size
+from btx_nemo.megatron.model import DTYPES, RECOMPUTATION, RECOMPUTE_MODULES
+from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import check_loss_names
 from btx_nemo.train.dropout import check_dropout
@@ -50,7 +50,9 @@ def prepare(config: TrainConfig) -> Prepared:
     """Checks the whole configuration against the model, the data, the ranks and the run directory."""
     check_choice("stage", config.stage, STAGES)
     check_choice("precision", config.precision, DTYPES)
-    check_choice("recompute", config.recompute, ("none", "full"))
+    check_choice("recompute", config.recompute, RECOMPUTATION)
+    for module in config.recompute_modules:
+        check_choice("recompute_modules", module, RECOMPUTE_MODULES)
     for name in ("micro_batch_size", "global_batch_size", "eval_batches", "log_every"):
         if getattr(config, name) < 1:
             raise UserError(f"{name}={getattr(config, name)}: must be 1 or more")
@@ -74,13 +76,15 @@ def prepare(config: TrainConfig) -> Prepared:
     check_log(config)
     source = _source(config)
     _check_stage(config, source)
-    check_dropout(config.dropout, source.model)
+    check_dropout(config.dropout, source.model, config.layout)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)
-    dp_size = ranks // (config.layout.tp * config.layout.pp)
-    num_microbatches(
-        global_batch_size=config.global_batch_size, micro_batch_size=config.micro_batch_size, dp_size=dp_size
+    microbatches = num_microbatches(
+        global_batch_size=config.global_batch_size,
+        micro_batch_size=config.micro_batch_size,
+        dp_size=config.layout.dp(ranks),
     )
+    check_batch(config.layout, seq_length=config.data.seq_length, microbatches=microbatches)
     _check_tokens(config, source)
     out = Path(config.out)
     _check_out(out, config, balanced=source.model.moe is not None and any(config.router.losses.values()))
@@ -131,8 +135,6 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "
             f"max_position_embeddings={source.model.max_position_embeddings}"
         )
-    if data.seq_length % config.layout.tp:
-        raise UserError(f"data.seq_length={data.seq_length}: sequence parallelism needs a multiple of tp")
 
 
 def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.load import load_weights
-from btx_nemo.megatron.model import build_model
+from btx_nemo.megatron.model import build_model, chunks
 from btx_nemo.train.dropout import install_dropout
 from btx_nemo.train.freeze import freeze
 from btx_nemo.train.optimizer import build_optimizer
@@ -28,6 +28,7 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         precision=config.precision,
         router=config.router,
         recompute=config.recompute,
+        recompute_modules=config.recompute_modules,
         per_token_loss=config.per_token_loss,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
@@ -35,16 +36,19 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         freeze(gpt, config.freeze, but=config.train)
     install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
-    module = gpt
+    modules = chunks(gpt)
     if config.precision == "bf16":
         from megatron.core.transformer.module import Float16Module
 
-        module = Float16Module(transformer_config, gpt)
-    wrapped = DistributedDataParallel(
-        transformer_config,
-        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        module,
-    )
+        modules = [Float16Module(transformer_config, chunk) for chunk in modules]
+    wrapped = [
+        DistributedDataParallel(
+            transformer_config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            module,
+        )
+        for module in modules
+    ]
     transformer_config.finalize_model_grads_func = finalize_model_grads
     optimizer, scheduler = build_optimizer(config, wrapped)
     transformer_config.grad_scale_func = optimizer.scale_loss

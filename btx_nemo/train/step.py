@@ -5,6 +5,7 @@ Shape suffixes: B micro-batch, S sequence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
 from btx_nemo.train.routing import routers
@@ -47,9 +49,9 @@ class Trainee:
     """A model that trains: this rank's part of it, wrapped, with its optimizer."""
 
     gpt: Any
-    """The bare GPTModel."""
-    wrapped: Any
-    """The same in Megatron's DistributedDataParallel."""
+    """The bare GPTModel, or its `Chunks`."""
+    wrapped: list[Any]
+    """The same in Megatron's DistributedDataParallel, a virtual pipeline stage each."""
     optimizer: Any
     scheduler: Any
 
@@ -59,42 +61,48 @@ class _ForwardStep:
     """Megatron's forward_step_func. Each micro-batch has its own seed, the same at every layout."""
 
     seed: int
+    per_token_loss: bool
     first: int
     """Number of the global batch's first micro-batch since the beginning of the run."""
     routers: list[Any]
     """This rank's."""
-    done: int = 0
-    """Micro-batches that this rank has seen of the global batch."""
+    done: dict[int, int] = field(default_factory=dict)
+    """Micro-batches of the global batch that each virtual pipeline stage has seen, by the stage's identity."""
 
     def __call__(self, batches: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
         from megatron.core import parallel_state as mpu
 
-        number = self.first + self.done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
-        self.done += 1
+        done = self.done.get(id(model), 0)
+        self.done[id(model)] = done + 1
+        number = self.first + done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
         torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
         batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
-        mask_BS = batch["loss_mask"]
-        count = mask_BS.sum()
+        count = batch["loss_mask"].sum()
         for router in self.routers:
             router.loss_tokens[micro_batch_seed()] = count
+        batch = context_parallel_part(batch)
+        mask_BS = batch["loss_mask"]
         losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 
         def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             masked_BS = losses_BS.float() * mask_BS
-            total = masked_BS.sum()
-            report = {"total": total.detach().clone(), "count": count}
+            total, count_here = masked_BS.sum(), mask_BS.sum()
+            report = {"total": total.detach().clone(), "count": count_here}
             if "dataset_id" in batch:
                 sums_B2 = torch.stack([masked_BS.detach().sum(1), mask_BS.sum(1)], dim=1)
                 report |= {"dataset_id": batch["dataset_id"], "sums_B2": sums_B2}
-            # Megatron divides: by this count and the number of micro-batches, or by the step's tokens.
-            return total, count.int(), report
+            # Megatron divides by the number of tokens: of the step, which it adds up over all ranks, or of the
+            # micro-batch, and then averages over the data- and context-parallel ranks, the latter of which have parts.
+            if self.per_token_loss:
+                return total, count_here.int(), report
+            return total * mpu.get_context_parallel_world_size(), count.int(), report
 
         return losses_BS, loss_function
 
 
 def _run_schedule(
-    model: Any,
+    trainee: Trainee,
     batches: Iterator,
     *,
     microbatches: int,
@@ -108,10 +116,12 @@ def _run_schedule(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     first = step * microbatches * mpu.get_data_parallel_world_size()
+    stages = len(trainee.wrapped)
     return get_forward_backward_func()(
-        forward_step_func=_ForwardStep(seed, first, routers(model)),
-        data_iterator=batches,
-        model=[model],
+        forward_step_func=_ForwardStep(seed, trainee.gpt.config.calculate_per_token_loss, first, routers(trainee.gpt)),
+        # Every virtual stage sees every micro-batch, at another time.
+        data_iterator=list(itertools.tee(batches, stages)) if stages > 1 else batches,
+        model=trainee.wrapped,
         num_microbatches=microbatches,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -137,9 +147,9 @@ def _over_all_ranks(outputs: list[dict[str, Tensor]], datasets: int = 0, *furthe
     return values[: 2 + len(further)], by_dataset_D2.tolist()
 
 
-def _squares(wrapped: Any) -> Tensor:
+def _squares(wrapped: list[Any]) -> Tensor:
     """Sum of squares of this rank's gradients, in fp32 as Megatron's: NaN or infinite where one is, or is too large."""
-    buffers = [buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers)]
+    buffers = [b.grad_data for stage in wrapped for b in (*stage.buffers, *stage.expert_parallel_buffers)]
     norms = [torch.linalg.vector_norm(buffer, dtype=torch.float32) for buffer in buffers if buffer.numel()]
     return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device())
 
@@ -164,11 +174,12 @@ def train_step(
     """
     for router in routers(trainee.gpt):
         router.begin_step(step)
-    trainee.wrapped.train()
-    trainee.wrapped.zero_grad_buffer()
+    for stage in trainee.wrapped:
+        stage.train()
+        stage.zero_grad_buffer()
     trainee.optimizer.zero_grad()
     outputs = _run_schedule(
-        trainee.wrapped,
+        trainee,
         batches,
         microbatches=microbatches,
         micro_batch_size=micro_batch_size,
@@ -203,10 +214,11 @@ def mean_validation_loss(
     trainee: Trainee, batches: Iterator, *, microbatches: int, micro_batch_size: int, seq_length: int
 ) -> float:
     """Mean cross-entropy per token over `microbatches` of every data-parallel rank, with no gradient."""
-    trainee.wrapped.eval()
+    for stage in trainee.wrapped:
+        stage.eval()
     with torch.no_grad():
         outputs = _run_schedule(
-            trainee.wrapped,
+            trainee,
             batches,
             microbatches=microbatches,
             micro_batch_size=micro_batch_size,

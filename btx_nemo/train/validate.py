@@ -20,6 +20,7 @@ def validate(trainee: Trainee, config: TrainConfig, model: ModelConfig, datasets
         "micro_batch_size": config.micro_batch_size,
         "dp_size": mpu.get_data_parallel_world_size(),
         "num_samples": config.eval_batches * config.global_batch_size,
+        "multiple_of": config.layout.pp if config.layout.vpp > 1 else 1,  # the interleaved schedule takes no other
     }
     record: dict[str, Any] = {"valid": {}, "routing": {}}
     for domain, dataset in datasets.items():

@@ -25,6 +25,11 @@ LAYOUTS = [
     pytest.param({"tp": 2, "pp": 1, "ep": 4}, 4, id="tp2-ep4-dp2"),
     pytest.param({"tp": 1, "pp": 4, "ep": 1}, 4, id="pp4"),
     pytest.param({"tp": 1, "pp": 1, "ep": 1}, 2, id="dp2"),
+    pytest.param({"cp": 2}, 2, id="cp2"),
+    pytest.param({"tp": 2, "cp": 2, "ep": 2}, 4, id="tp2-cp2-ep2"),
+    pytest.param({"pp": 2, "vpp": 2}, 2, id="pp2-vpp2"),
+    pytest.param({"etp": 2}, 2, id="etp2"),
+    pytest.param({"tp": 2, "ep": 2, "etp": 2}, 4, id="tp2-ep2-etp2"),
 ]
 
 

@@ -44,6 +44,7 @@ LAYOUTS = [
     pytest.param({"tp": 2, "pp": 1, "ep": 2}, 2, 1, id="tp2-ep2"),
     pytest.param({"tp": 1, "pp": 2, "ep": 2}, 4, 2, id="pp2-ep2"),
     pytest.param({"tp": 1, "pp": 1, "ep": 2}, 4, 4, id="ep2-dp2"),
+    pytest.param({"tp": 2, "cp": 2, "ep": 2}, 4, 1, id="tp2-cp2-ep2"),
 ]
 BATCH = random_batch(256, total=16, length=16)
 

@@ -111,7 +111,8 @@ CASES = [
     ("tiny_expert", ["dropout.expert=0.4"], "dropout.expert=0.4: the model is dense"),
     ("tiny_mix", ["router.input_jitter=1"], "router.input_jitter=1.0: must lie between 0 and 1"),
     ("tiny_mix", ["router.init_scale=-1"], "router.init_scale=-1.0: must not be negative"),
-    ("tiny_mix", ["recompute=half"], "recompute=half: unknown; known: none, full"),
+    ("tiny_mix", ["recompute=half"], "recompute=half: unknown; known: none, selective, full"),
+    ("tiny_mix", ["recompute_modules=[mlp,norm]"], "recompute_modules=norm: unknown; known: core_attn, mlp, moe"),
     ("tiny_expert", ["init_from={tmp}/cut"], "{tmp}/cut/model.safetensors"),
     # layout
     ("tiny_expert", ["layout.tp=0"], "layout.tp=0: must be 1 or more"),
@@ -122,6 +123,13 @@ CASES = [
     ("tiny_expert", ["layout.ep=2"], "layout.ep=2: the model is dense"),
     ("tiny_expert", ["layout.tp=2"], "tp=2 x pp=1 does not divide the 1 ranks that were started"),
     ("tiny_mix", ["layout.ep=2"], "layout.ep=2 does not divide the 1 ranks"),
+    ("tiny_mix", ["layout.etp=2"], "layout.ep=1 x etp=2 does not divide the 1 ranks"),
+    ("tiny_mix", ["layout.etp=5"], "layout.etp=5 does not divide the model's ffn_hidden_size=48"),
+    ("tiny_mix", ["layout.etp=2", "dropout.expert=0.4"], "dropout.expert=0.4: not with experts that are cut"),
+    ("tiny_expert", ["layout.etp=2"], "layout.etp=2: the model is dense, it has no experts to cut"),
+    ("tiny_expert", ["layout.cp=2"], "tp=1 x pp=1 x cp=2 does not divide the 1 ranks that were started"),
+    ("tiny_expert", ["layout.vpp=2"], "layout.vpp=2: virtual stages need a pipeline"),
+    ("tiny_expert", ["layout.pp=2", "layout.vpp=2"], "layout.pp x vpp=4 does not divide the model's num_layers=2"),
     # data
     ("tiny_expert", ["data.path=nowhere"], "data.path=nowhere: no such folder"),
     ("tiny_expert", ["data.path={tmp}/empty"], "no domain 'math'; known: none"),

@@ -62,7 +62,7 @@ def _outcome(router: Any, hidden: torch.Tensor, mask: torch.Tensor | None, ranks
     import torch.distributed as dist
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    own = slice(rank * hidden.shape[0] // ranks, (rank + 1) * hidden.shape[0] // ranks)
+    own = router.places.here(hidden.shape[0] // ranks)
     router.zero_grad()
     router.statistics.reset()
     torch.manual_seed(11)
@@ -214,19 +214,6 @@ def context_parallel(name: str) -> tuple[dict, dict]:
     both, one = outcomes
     # On one context-parallel rank the two processes are data parallel and did the same: their sum is twice as much.
     return both, {key: value / 2 for key, value in one.items()}
-
-
-def switch_under_context_parallelism() -> str:
-    """What the switch router says to two context-parallel ranks."""
-    from btx_nemo.errors import UserError
-    from btx_nemo.megatron.parallel import parallel_state
-
-    with parallel_state(LayoutConfig(), seed=1):
-        try:
-            make("switch", context_parallel_size=2)
-        except UserError as error:
-            return str(error)
-    return "accepted"
 
 
 def noise() -> dict[str, bool]:

@@ -129,7 +129,7 @@ def dropout(folder: str, batch: dict[str, torch.Tensor], options: dict[str, Any]
             )
             found[f"valid {name}"] = [mean_validation_loss(trainee, **rest) for _ in range(2)]
             found[f"evaluation {name}"] = found.pop(name)
-            trainee.wrapped.train()
+            trainee.wrapped[0].train()
             torch.manual_seed(3)
             with torch.no_grad():
                 trainee.gpt(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
