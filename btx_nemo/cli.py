@@ -21,7 +21,7 @@ from btx_nemo import __version__
 from btx_nemo.convert.arguments import add_conversions, add_verify
 from btx_nemo.data.arguments import add_prepare_data
 from btx_nemo.embed.arguments import add_embed
-from btx_nemo.errors import BtxError, Stopped, UserError
+from btx_nemo.errors import BtxError, RankFailed, Stopped, UserError
 from btx_nemo.estimate.arguments import add_plan
 from btx_nemo.launch.cli import add_commands as add_launch_commands
 
@@ -82,7 +82,10 @@ def _say_once(line: str, error: Exception) -> None:
     error alone (a folder missing on its node, say), and then says so.
     """
     rank = int(os.environ.get("RANK", "0"))
-    if rank:
+    if isinstance(error, RankFailed):
+        if not error.first:
+            return
+    elif rank:
         if isinstance(error, Stopped):
             return
         time.sleep(_ALONE_SECONDS)
@@ -133,11 +136,14 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--config-path", help=f"a folder instead of conf/{name}")
         if name == "mix":
             sub.add_argument("--dry-run", action="store_true", help="print the plan and read no tensor")
+        else:
+            sub.add_argument("--dry-run", action="store_true", help="check all, print what would run, and end")
         sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(*where))
     add_conversions(command)
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--checksums", action="store_true", help="compare every file's SHA-256 with the manifest's")
     add_verify(command)
     add_launch_commands(command)
     add_plan(command)
@@ -152,12 +158,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from btx_nemo.config.build import build
     from btx_nemo.config.load import load
-    from btx_nemo.config.schema import TrainConfig
+    from btx_nemo.config.training import read_train_config
 
     values = load("train", arguments.config_name, arguments.overrides, arguments.config_path)
-    config = build(TrainConfig, values, where=f"train/{arguments.config_name}.yaml")
+    config = read_train_config(values, f"train/{arguments.config_name}.yaml")
+    if arguments.dry_run:
+        from btx_nemo.train.dry_run import dry_run
+
+        dry_run(config)
+        return
     from btx_nemo.train.run import train
 
     train(config)
@@ -180,7 +190,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
     from btx_nemo.checkpoints.inspect import inspect_checkpoint, print_inspection
 
-    facts: dict[str, Any] = inspect_checkpoint(arguments.folder)
+    facts: dict[str, Any] = inspect_checkpoint(arguments.folder, checksums=arguments.checksums)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:

@@ -7,6 +7,7 @@ from typing import Any
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.load import load_weights
 from btx_nemo.megatron.model import build_model, chunks
+from btx_nemo.megatron.precision import Device, transformer_settings
 from btx_nemo.train.dropout import install_dropout
 from btx_nemo.train.freeze import freeze
 from btx_nemo.train.optimizer import build_optimizer
@@ -14,8 +15,11 @@ from btx_nemo.train.source import ModelSource
 from btx_nemo.train.step import Trainee
 
 
-def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
-    """This rank's share of the model, its weights read slice by slice from `source`. Needs `parallel_state` entered."""
+def build_trainee(config: TrainConfig, source: ModelSource, *, documents: bool = False) -> Trainee:
+    """This rank's share of the model, its weights read slice by slice from `source`. Needs `parallel_state` entered.
+
+    `documents` says whether a sequence may hold several, each for itself.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -30,6 +34,8 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         recompute=config.recompute,
         recompute_modules=config.recompute_modules,
         per_token_loss=config.per_token_loss,
+        settings=transformer_settings(config, source.model, Device.here()),
+        documents=documents,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
     if config.freeze or config.train:
@@ -37,7 +43,7 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
     install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
     modules = chunks(gpt)
-    if config.precision == "bf16":
+    if config.precision != "fp32":
         from megatron.core.transformer.module import Float16Module
 
         modules = [Float16Module(transformer_config, chunk) for chunk in modules]

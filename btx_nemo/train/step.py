@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from btx_nemo.megatron.documents import forward_masks
 from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
+from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least
 from btx_nemo.train.routing import routers
 
 
@@ -77,13 +79,15 @@ class _ForwardStep:
         number = self.first + done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
         torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
-        batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
+        batch = next(batches)
+        masks = forward_masks(batch, model)
+        batch = {key: value.to(device(), non_blocking=True) for key, value in batch.items()}
         count = batch["loss_mask"].sum()
         for router in self.routers:
             router.loss_tokens[micro_batch_seed()] = count
         batch = context_parallel_part(batch)
         mask_BS = batch["loss_mask"]
-        losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        losses_BS = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **masks)
 
         def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             masked_BS = losses_BS.float() * mask_BS
@@ -195,7 +199,9 @@ def train_step(
     # With a loss scale (fp16) Megatron itself skips such a gradient, and lowers the scale; without, it would take it.
     if math.isfinite(loss) and (math.isfinite(squares) or trainee.gpt.config.fp16):
         ok, norm, _ = trainee.optimizer.step()
-        grad_norm = float(norm or 0.0)
+        agree_on_loss_scale(trainee.optimizer)
+        # An overflow is what a loss scale is there for, but not where it cannot fall any further.
+        grad_norm = math.inf if not ok and loss_scale_is_least(trainee.optimizer) else float(norm or 0.0)
     if ok:
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):
