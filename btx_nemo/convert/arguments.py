@@ -27,8 +27,18 @@ def add_conversions(command: Callable) -> None:
     """Adds import and export."""
     sub = command("import", _import, "Hugging Face folder -> Megatron distributed checkpoint: in=HF out=DIR")
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_IMPORT + _COMMON)
+    _add_flag(sub, "verify=false", "--no-verify")
     sub = command("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF")
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_EXPORT + _COMMON)
+    _add_flag(sub, "verify=false", "--no-verify")
+    _add_flag(sub, "allow_inexact=true", "--allow-inexact")
+    sub.add_argument(
+        "--target", dest="flags", action="append", type="target={}".format, metavar="MODEL_TYPE", help="target="
+    )
+
+
+def _add_flag(sub: argparse.ArgumentParser, assignment: str, flag: str) -> None:
+    sub.add_argument(flag, dest="flags", action="append_const", const=assignment, help=f"the same as {assignment}")
 
 
 def add_verify(command: Callable) -> None:
@@ -43,9 +53,10 @@ def add_verify(command: Callable) -> None:
 
 def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
     """(in, out, options) of `in=DIR out=DIR key=value...`, each option through the function that reads it."""
-    given = " ".join(arguments.assignments)
+    assignments = [*arguments.assignments, *(arguments.flags or ())]
+    given = " ".join(assignments)
     values: dict[str, str] = {}
-    for assignment in arguments.assignments:
+    for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not value:
             raise UserError(f"expected in=DIR out=DIR, got {given}")

@@ -28,6 +28,14 @@ def test_the_commands_say_what_was_verified(commands: CommandServer, tmp_path: P
     assert ended.out.endswith("verified: all 24 tensors read back equal\n") and "qwen3, which computes" in ended.out
     ended = commands.run("export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf2'}", "verify=false")
     assert ended.code == 0 and "not verified: verify=false" in ended.out
+    ended = commands.run(
+        "export", "--no-verify", "--target", "mixtral", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'x'}"
+    )
+    assert ended.code == 2 and "mixtral has no place for" in ended.err
+    ended = commands.run(
+        "export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf3'}", "--no-verify", "--target=qwen3"
+    )
+    assert ended.code == 0 and "not verified: verify=false" in ended.out
     ended = commands.run("import", f"in={src}", f"out={tmp_path / 'x'}", "verify=maybe")
     assert ended.code == 2 and "verify=maybe: unknown; known: true, false, tensors, logits" in ended.err
 

@@ -77,3 +77,19 @@ def megatron_saves(
             save_model_config(model.model, Path(out))
             write_manifest(Path(out), kind="checkpoint", extra={"step": 0})
         dist.barrier()
+
+
+def half_logits(source: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
+    """Logits of any model folder that Megatron computes in bf16, as a training in bf16 does."""
+    from btx_nemo.convert.logits import model_logits
+    from btx_nemo.megatron.load import load_weights
+    from btx_nemo.megatron.model import build_model
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.source import open_source
+
+    config, model = LayoutConfig(**layout), open_source(Path(source))
+    with parallel_state(config, seed=0):
+        gpt = build_model(model.model, config, precision="bf16")
+        load_weights(gpt, model.expressions, model.readers, seed=0)
+        logits = model_logits(gpt, tokens)
+        return None if logits is None else logits[..., : model.model.vocab_size]
