@@ -65,7 +65,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     """A module `wandb` of these functions."""
     module = types.ModuleType("wandb")
     module.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
-    module.util = types.SimpleNamespace(generate_id=lambda: "abc")  # type: ignore[attr-defined]
     module.__dict__.update(functions)
     monkeypatch.setitem(sys.modules, "wandb", module)
 
@@ -82,7 +81,9 @@ def test_weights_and_biases_gets_the_settings_and_the_numbers(tmp_path: Path, mo
         trackers.close()
     assert logged == [(3, {"loss": 1.5, "valid/math": 2.0})] * 2
     assert [settings["project"] for settings in made] == ["btx", "btx"]
-    assert made[0]["id"] == made[1]["id"] == "abc" and made[0]["config"] == dataclasses.asdict(settings)
+    assert made[0]["id"] == made[1]["id"] == (tmp_path / "wandb_id").read_text() and made[0][
+        "config"
+    ] == dataclasses.asdict(settings)
 
 
 @pytest.mark.parametrize("where", ["init", "log", "finish"])
