@@ -39,5 +39,6 @@ def test_bf16_weights_and_logits(ranks: RankPool, tmp_path: Path, name: str) -> 
     with torch.no_grad():
         theirs = model.eval()(tokens).logits.float()
     (ours,) = ranks.run(law_jobs.half_logits, str(tmp_path / "ckpt"), {}, tokens, ranks=1)
+    print(name, spread(ours - theirs, exact), spread(ours - exact, exact), spread(theirs - exact, exact))
     assert spread(ours - theirs, exact) < TOLERANCE
     assert spread(ours - exact, exact) < 1.5 * spread(theirs - exact, exact)

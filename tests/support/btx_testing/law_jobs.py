@@ -81,6 +81,8 @@ def megatron_saves(
 
 def half_logits(source: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
     """Logits of any model folder that Megatron computes in bf16, as a training in bf16 does."""
+    from megatron.core.transformer.module import Float16Module
+
     from btx_nemo.convert.logits import model_logits
     from btx_nemo.megatron.load import load_weights
     from btx_nemo.megatron.model import build_model
@@ -91,5 +93,5 @@ def half_logits(source: str, layout: dict[str, int], tokens: torch.Tensor) -> to
     with parallel_state(config, seed=0):
         gpt = build_model(model.model, config, precision="bf16")
         load_weights(gpt, model.expressions, model.readers, seed=0)
-        logits = model_logits(gpt, tokens)
+        logits = model_logits(Float16Module(gpt.config, gpt), tokens)
         return None if logits is None else logits[..., : model.model.vocab_size]
