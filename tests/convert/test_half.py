@@ -16,13 +16,14 @@ from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
 
 NAMES = ["llama-yarn", "qwen2", "qwen3", "olmo2", "olmo3-yarn", "mixtral", "qwen2_moe-shared", "qwen3_moe", "flex_olmo"]
-TOLERANCE = 0.02
-"""Root mean square difference of the two engines' bf16 logits, in standard deviations of the logits: five roundings of
-2^-8. Each differs from fp32 by about as much."""
+TOLERANCE, FLIPPED = 0.02, 0.1
+"""Differences of the two engines' bf16 logits in standard deviations of the logits: at the median position, five
+roundings of 2^-8, about what each differs from fp32 by; over all, more, for a token between two experts may go to
+either."""
 
 
-def spread(difference: torch.Tensor, logits: torch.Tensor) -> float:
-    return float(difference.square().mean().sqrt() / logits.std())
+def median(difference_BSV: torch.Tensor, logits_BSV: torch.Tensor) -> float:
+    return float(difference_BSV.square().mean(dim=-1).sqrt().median() / logits_BSV.std())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -39,6 +40,6 @@ def test_bf16_weights_and_logits(ranks: RankPool, tmp_path: Path, name: str) -> 
     with torch.no_grad():
         theirs = model.eval()(tokens).logits.float()
     (ours,) = ranks.run(law_jobs.half_logits, str(tmp_path / "ckpt"), {}, tokens, ranks=1)
-    print(name, spread(ours - theirs, exact), spread(ours - exact, exact), spread(theirs - exact, exact))
-    assert spread(ours - theirs, exact) < TOLERANCE
-    assert spread(ours - exact, exact) < 1.5 * spread(theirs - exact, exact)
+    assert median(ours - theirs, exact) < TOLERANCE
+    assert median(ours - exact, exact) < 1.5 * median(theirs - exact, exact)
+    assert float((ours - theirs).square().mean().sqrt()) < FLIPPED * float(exact.std())
