@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
+from btx_nemo.families.architecture import read_config
 
 NAMES = ["llama-yarn", "qwen2", "qwen3", "olmo2", "olmo3-yarn", "mixtral", "qwen2_moe-shared", "qwen3_moe", "flex_olmo"]
-TOLERANCE, FLIPPED = 0.02, 0.1
-"""Differences of the two engines' bf16 logits in standard deviations of the logits: at the median position, five
-roundings of 2^-8, about what each differs from fp32 by; over all, more, for a token between two experts may go to
-either."""
+DENSE, MIXTURE, ANYWHERE = 0.02, 0.05, 0.1
+"""The two engines' bf16 logits differ, in standard deviations of the logits, at the median position by no more than
+five roundings of 2^-8 in a dense model, which is about what each differs from fp32 by. In a mixture a token between two
+experts may go to either, and later tokens see that; so too over all positions (root mean square)."""
 
 
 def median(difference_BSV: torch.Tensor, logits_BSV: torch.Tensor) -> float:
@@ -40,6 +41,9 @@ def test_bf16_weights_and_logits(ranks: RankPool, tmp_path: Path, name: str) -> 
     with torch.no_grad():
         theirs = model.eval()(tokens).logits.float()
     (ours,) = ranks.run(law_jobs.half_logits, str(tmp_path / "ckpt"), {}, tokens, ranks=1)
-    assert median(ours - theirs, exact) < TOLERANCE
-    assert median(ours - exact, exact) < 1.5 * median(theirs - exact, exact)
-    assert float((ours - theirs).square().mean().sqrt()) < FLIPPED * float(exact.std())
+    if read_config(src).moe is None:
+        assert median(ours - theirs, exact) < DENSE
+        assert median(ours - exact, exact) < 1.5 * median(theirs - exact, exact)
+    else:
+        assert median(ours - theirs, exact) < MIXTURE
+    assert float((ours - theirs).square().mean().sqrt()) < ANYWHERE * float(exact.std())
