@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainConfig
+from btx_nemo.estimate.arguments import AXES
 from btx_nemo.estimate.memory import Setup, memory
 from btx_nemo.families.config import ModelConfig, MoEConfig
 
@@ -49,7 +50,7 @@ def reset_peak() -> None:
 
 def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> TrainConfig:
     """A run on random tokens; the model's other sizes follow from its hidden size."""
-    layout = LayoutConfig(tp=options.tp, pp=options.pp, ep=options.ep)
+    layout = LayoutConfig(**{name: getattr(options, name) for name in AXES})
     microbatches = 2 * layout.pp
     return TrainConfig(
         stage="mix" if options.moe else "expert",
@@ -70,7 +71,7 @@ def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> Tr
         recompute=options.recompute,
         steps=10,
         micro_batch_size=4,
-        global_batch_size=4 * microbatches * ranks // (layout.tp * layout.pp),
+        global_batch_size=4 * microbatches * layout.dp(ranks),
         optim=OptimConfig(lr=1e-3, warmup_steps=1),
     )
 
@@ -138,7 +139,7 @@ def main() -> None:
     from btx_nemo.megatron.parallel import parallel_state
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("tp", "pp", "ep"):
+    for name in AXES:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--moe", action="store_true", help="a mixture of 4 experts instead of a dense model")
     parser.add_argument("--precision", default="fp32")
