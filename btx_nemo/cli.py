@@ -133,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--config-path", help=f"a folder instead of conf/{name}")
         if name == "mix":
             sub.add_argument("--dry-run", action="store_true", help="print the plan and read no tensor")
+        else:
+            sub.add_argument("--dry-run", action="store_true", help="check all, print what would run, and end")
         sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(*where))
     add_conversions(command)
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
@@ -152,12 +154,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    from btx_nemo.config.build import build
     from btx_nemo.config.load import load
-    from btx_nemo.config.schema import TrainConfig
+    from btx_nemo.config.training import read_train_config
 
     values = load("train", arguments.config_name, arguments.overrides, arguments.config_path)
-    config = build(TrainConfig, values, where=f"train/{arguments.config_name}.yaml")
+    config = read_train_config(values, f"train/{arguments.config_name}.yaml")
+    if arguments.dry_run:
+        from btx_nemo.train.dry_run import dry_run
+
+        dry_run(config)
+        return
     from btx_nemo.train.run import train
 
     train(config)

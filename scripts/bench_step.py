@@ -115,7 +115,7 @@ def our_loop(config: TrainConfig, trainee: Any, root: Path) -> Iterator[None]:
     """A step of the training loop at each `next`."""
     from megatron.core import parallel_state as mpu
 
-    from btx_nemo.data.blend import build_datasets
+    from btx_nemo.data.datasets import build_datasets
     from btx_nemo.data.sampler import batches, num_microbatches
     from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
     from btx_nemo.train.routing import collect_routing, reset_routing

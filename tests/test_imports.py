@@ -20,7 +20,8 @@ MEGATRON = (
     "routers/base.py",
     "convert/logits.py",
     "train/",
-    "data/blend.py",
+    "data/datasets.py",
+    "data/order.py",
     "data/prepare.py",
     "doctor.py",
 )

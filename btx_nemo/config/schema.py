@@ -43,6 +43,10 @@ class DataConfig:
     """Domains whose validation loss is measured; empty: all in `path`."""
     seq_length: int = 2048
     """Tokens per sequence."""
+    document_mask: bool = False
+    """Text: neither attention nor loss across the borders of documents, positions start again. Chats always have it."""
+    sample: float = 1.0
+    """Share of each domain's training documents that is used, rounded up; always the same ones (BAR, App. C: 0.05)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +165,8 @@ class TrainConfig:
     """One training run."""
 
     stage: str
-    """expert (dense, one domain), mix (a mixture, all domains) or router (a mixture's routers)."""
+    """expert (dense, one domain), mix (a mixture, all domains), router (a mixture's routers), bar_expert (a two-expert
+    model's domain) or sft (any model, on chats)."""
     out: str
     """Run directory."""
     init_from: str | None = None
@@ -184,7 +189,11 @@ class TrainConfig:
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])
     """With recompute=selective: core_attn (scores and probabilities), mlp (dense blocks), moe (mixtures)."""
     steps: int
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run. Give `steps`, `tokens` or `epochs`; steps follow from the others."""
+    tokens: float | None = None
+    """Tokens of the whole run, padding included; rounded up to whole steps."""
+    epochs: float | None = None
+    """Passes over all training data, in an order of its own each; rounded up to whole steps. Without `data.blend`."""
     micro_batch_size: int
     """Sequences per forward pass and data-parallel rank."""
     global_batch_size: int

@@ -17,6 +17,9 @@ def add_prepare_data(command: Callable) -> None:
     sub.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json")
     sub.add_argument("--out", type=Path, required=True, help="data folder; domains are its subfolders")
     sub.add_argument("--text-key", default="text", help="JSONL key that holds the text (default: text)")
+    sub.add_argument("--chat", action="store_true", help="JSONL of conversations; the loss is the assistant's turns")
+    sub.add_argument("--chat-template", type=Path, help="file with their template (default: the tokenizer's own)")
+    sub.add_argument("--messages-key", default="messages", help="JSONL key of a conversation (default: messages)")
     sub.add_argument("--validation-fraction", type=float, default=0.05, help="share held out (default: 0.05)")
     sub.add_argument("--workers", type=int, help="processes (default: one per CPU that this process may use)")
     eod = sub.add_mutually_exclusive_group()
@@ -35,6 +38,8 @@ def _run(arguments: argparse.Namespace) -> None:
     missing = [name for name in ("inputs", "domain", "tokenizer") if not getattr(arguments, name)]
     if missing:
         raise UserError(f"{missing[0]}: required, unless --demo")
+    if arguments.chat_template and not arguments.chat:
+        raise UserError("--chat-template: is for conversations; give --chat as well")
     from btx_nemo.data.prepare import prepare_data
 
     prepare_data(
@@ -48,4 +53,7 @@ def _run(arguments: argparse.Namespace) -> None:
         append_eod=not arguments.no_eod,
         eod_token=arguments.eod_token,
         overwrite=arguments.overwrite,
+        chat=arguments.chat,
+        chat_template=arguments.chat_template,
+        messages_key=arguments.messages_key,
     )

@@ -1,14 +1,9 @@
-"""Prepared domains -> Megatron datasets: training blended by weights, validation one dataset per domain."""
+"""Prepared domains as a run finds them: which there are, whether they fit the model, and what share each has."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import warnings
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +11,11 @@ import numpy as np
 
 from btx_nemo.checkpoints.files import read_json
 from btx_nemo.data.indexed import IndexedFile, open_indexed
-from btx_nemo.data.prepare import FORMAT, TOKEN_DTYPES
+from btx_nemo.data.prepare import FORMAT, KINDS, TARGETS, TOKEN_DTYPES
 from btx_nemo.data.sources import SPLITS
 from btx_nemo.errors import UserError
 
 META = "meta.json"
-_VALIDATION_SEED = 0
-"""Fixed, so that runs with different training seeds are judged on the same sequences in the same order."""
 
 
 def list_domains(data_path: Path) -> list[str]:
@@ -42,10 +35,11 @@ def load_meta(data_path: Path, domain: str) -> dict[str, Any]:
     if domain not in known:
         raise UserError(f"data.path={data_path}: no domain {domain!r}; known: {', '.join(known) or 'none'}")
     path = Path(data_path) / domain / META
-    meta = read_json(path)
+    meta = {"kind": KINDS[0], **read_json(path)}  # older ones are all text
     size, eod = meta.get("vocab_size"), meta.get("eod_id")
     sound = {
         "format": type(meta.get("format")) is int and meta["format"] == FORMAT,
+        "kind": meta["kind"] in KINDS,
         "domain": meta.get("domain") == domain,
         "tokenizer_sha256": isinstance(meta.get("tokenizer_sha256"), str),
         "vocab_size": type(size) is int and size > 0,
@@ -92,7 +86,16 @@ def check_data(
         for split in ("train", "valid"):
             indexed = open_indexed(Path(data_path) / domain / split, vocab_size=vocab_size)
             _check_counts(Path(data_path) / domain / META, split, meta, indexed)
+            if meta["kind"] == "chat":
+                _check_targets(indexed)
     return metas
+
+
+def _check_targets(indexed: IndexedFile) -> None:
+    """Raise UserError when the file that says where the loss is taken is not that of the tokens beside it."""
+    targets = open_indexed(indexed.prefix.with_name(indexed.prefix.name + TARGETS), vocab_size=2)
+    if targets.dtype != np.uint8 or not np.array_equal(targets.lengths, indexed.lengths):
+        raise UserError(f"{targets.prefix}.idx: is not that of {indexed.prefix.name}.idx; run prepare-data again")
 
 
 def _check_counts(path: Path, split: str, meta: dict[str, Any], indexed: IndexedFile) -> None:
@@ -123,157 +126,3 @@ def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[s
             raise UserError(f"data.blend.{domain}={weight}: must be a positive number; leave the domain out to skip it")
     total = math.fsum(weights.values())
     return {domain: weight / total for domain, weight in weights.items()}
-
-
-class TokenizerInfo:
-    """What Megatron's GPTDataset asks of a tokenizer. It has no pad id: no token of the data is taken for padding."""
-
-    def __init__(self, *, vocab_size: int, eod: int | None, sha256: str) -> None:
-        self.vocab_size = vocab_size
-        self.eod = eod
-        self.unique_identifiers = OrderedDict([("class", "btx_nemo"), ("sha256", sha256), ("vocab_size", vocab_size)])
-
-
-def build_datasets(
-    data_path: Path,
-    weights: dict[str, float],
-    *,
-    seq_length: int,
-    train_samples: int,
-    valid_samples: int | None = None,
-    seed: int = 1234,
-    cache_dir: Path,
-    domains_for_validation: Sequence[str] | None = None,
-    vocab_size: int | None = None,
-) -> tuple[Any, dict[str, Any]]:
-    """Build the training blend and the validation sets. Needs torch.distributed; must be called on every rank.
-
-    Sequences run over document borders (positions and attention are not reset, the end-of-document token counts in the
-    loss). The blend and its order depend on (weights, train_samples, seed, seq_length): keep them for an exact resume.
-
-    Args:
-        data_path: folder that prepare-data wrote, one sub-folder per domain.
-        weights: raw weights of the training domains, normalised here.
-        seq_length: S, tokens per sample.
-        train_samples: sequences the whole run will use; domains repeat (reshuffled) when they are smaller than that.
-        valid_samples: at most so many sequences per validation domain; None for all of them.
-        seed: of the training order. The validation order is always the same.
-        cache_dir: where Megatron keeps its index files; on several nodes, a folder they share.
-        domains_for_validation: names; default the domains trained on.
-        vocab_size: the model's; default the tokenizer's.
-
-    Returns:
-        the training dataset (length >= train_samples) and `{domain: validation dataset}`; items are dicts of `tokens`,
-        `labels`, `position_ids` [S] int64 and `loss_mask` [S] float32.
-
-    Raises:
-        UserError: unknown domain, bad weight, damaged data, or a validation set without a single target token.
-    """
-    data_path = Path(data_path)
-    shares = normalise_weights(weights, list_domains(data_path))
-    if train_samples < 1 or seq_length < 2:
-        raise UserError(f"data: train_samples={train_samples}, seq_length={seq_length}; need at least 1 and 2")
-    validation = list(shares if domains_for_validation is None else domains_for_validation)
-    names = list(dict.fromkeys([*shares, *validation]))
-    first = load_meta(data_path, names[0])
-    metas = check_data(data_path, names, vocab_size or first["vocab_size"])
-    cache = Path(cache_dir) / _fingerprint(metas)
-    _drop_damaged_cache(cache)
-    tokenizer = TokenizerInfo(
-        vocab_size=vocab_size or first["vocab_size"], eod=first["eod_id"], sha256=first["tokenizer_sha256"]
-    )
-    common = {"sequence_length": seq_length, "path_to_cache": str(cache), "tokenizer": tokenizer}
-    prefixes = [str(data_path / domain / "train") for domain in shares]
-    for domain in shares:
-        _need_tokens(open_indexed(data_path / domain / "train"), seq_length=1)
-    train = _build(0, prefixes, list(shares.values()), train_samples, random_seed=seed, **common)
-    return train, {
-        domain: _head(_validation_set(data_path / domain / "valid", common), valid_samples) for domain in validation
-    }
-
-
-def _validation_set(prefix: Path, common: dict[str, Any]) -> Any:
-    indexed = open_indexed(prefix)
-    _need_tokens(indexed, seq_length=1)
-    # A short set keeps its last, padded sequence; a long one must not: Megatron counts those in single precision.
-    drop_last = indexed.num_tokens > common["sequence_length"]
-    settings = {**common, "random_seed": _VALIDATION_SEED, "drop_last_partial_validation_sequence": drop_last}
-    return _build(1, [str(prefix)], None, None, **settings)
-
-
-def _need_tokens(indexed: IndexedFile, *, seq_length: int) -> None:
-    if indexed.num_tokens <= seq_length:
-        raise UserError(f"{indexed.prefix}.bin: {indexed.num_tokens} tokens are not enough; prepare more text")
-
-
-def _build(split: int, prefixes: list[str], weights: list[float] | None, samples: int | None, **config: Any) -> Any:
-    """One split (0 train, 1 valid) through Megatron's builder."""
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
-    blends: list[Any] = [None, None, None]
-    blends[split] = (prefixes, weights if len(prefixes) > 1 else None)
-    sizes: list[int | None] = [0, 0, 0]
-    sizes[split] = samples
-    surplus = 0.005
-    if weights and samples:
-        # Megatron rounds every domain up and then blends the larger sum; a rare domain needs room for that.
-        surplus = max(surplus, (len(weights) + 2 / min(weights)) / samples)
-    with _quiet():
-        gpt_config = GPTDatasetConfig(
-            blend_per_split=blends,
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            mid_level_dataset_surplus=surplus,
-            **config,
-        )
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, gpt_config).build()[split]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide Megatron's warning about pad ids: `TokenizerInfo` has none on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The pad token id")
-        yield
-
-
-def _head(dataset: Any, limit: int | None) -> Any:
-    from torch.utils.data import Subset
-
-    if limit is None or limit >= len(dataset):
-        return dataset
-    if limit < 1:
-        raise UserError(f"valid_samples={limit}: must be at least 1; raise eval_batches")
-    return Subset(dataset, range(limit))
-
-
-def _fingerprint(metas: dict[str, dict[str, Any]]) -> str:
-    """Megatron keys its cache on paths alone; data prepared anew in the same place must not meet the old indices."""
-    return hashlib.sha256(json.dumps(metas, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _drop_damaged_cache(cache: Path) -> None:
-    """Delete index files that a killed run left half-written, and any that would need unpickling.
-
-    Only rank 0 builds, and it builds what is missing.
-    """
-    import torch
-
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
-    for path in cache.glob("*.npy"):
-        if path.is_dir():
-            continue
-        if not path.is_file() or not _is_whole_array(path):
-            path.unlink(missing_ok=True)
-
-
-def _is_whole_array(path: Path) -> bool:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError):
-        return False
-    return not array.dtype.hasobject

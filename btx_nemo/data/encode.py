@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from btx_nemo.data.sources import SPLITS, Piece, is_validation, read_piece
+from btx_nemo.data.chat import ChatEncoder, load_chat_encoder
+from btx_nemo.data.sources import SPLITS, Piece, is_validation, read_piece, read_records
 from btx_nemo.data.tokenizer import Encoder, load_encoder
 from btx_nemo.errors import EnvironmentLacks
 
@@ -32,6 +33,10 @@ class Job:
     text_key: str
     validation_fraction: float
     dtype: str
+    chat: bool = False
+    """Whether the documents are conversations."""
+    chat_template: Path | None = None
+    messages_key: str = "messages"
 
 
 @dataclass(kw_only=True)
@@ -41,6 +46,8 @@ class Encoded:
     ids: np.ndarray
     lengths: list[int]
     num_bytes: int
+    targets: np.ndarray
+    """Of conversations: uint8, 1 where the loss is taken; else empty."""
 
 
 @dataclass(kw_only=True)
@@ -48,13 +55,49 @@ class _Collector:
     """Documents of one split while a task runs."""
 
     parts: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     num_bytes: int = 0
 
 
-def encode_task(task: tuple[Piece, ...], job: Job, encoder: Encoder) -> dict[str, Encoded]:
+def load_encoders(job: Job) -> Encoder | ChatEncoder:
+    """What encodes the documents of a job. Raises as `load_encoder` and `load_chat_encoder`."""
+    encoder = load_encoder(job.tokenizer, eod_token=job.eod_token)
+    if not job.chat:
+        return encoder
+    return load_chat_encoder(job.tokenizer, encoder, job.chat_template, job.messages_key)
+
+
+def encode_task(task: tuple[Piece, ...], job: Job, encoder: Encoder | ChatEncoder) -> dict[str, Encoded]:
     """Tokenise the documents of a task, in order. Documents without text are left out."""
     collected = {split: _Collector() for split in SPLITS}
+    if isinstance(encoder, ChatEncoder):
+        _encode_chats(task, job, encoder, collected)
+    else:
+        _encode_texts(task, job, encoder, collected)
+    empty, none = np.empty(0, dtype=job.dtype), np.empty(0, dtype=np.uint8)
+    return {
+        split: Encoded(
+            ids=np.concatenate([empty, *part.parts]),
+            targets=np.concatenate([none, *part.targets]),
+            lengths=part.lengths,
+            num_bytes=part.num_bytes,
+        )
+        for split, part in collected.items()
+    }
+
+
+def _encode_chats(task: tuple[Piece, ...], job: Job, encoder: ChatEncoder, collected: dict[str, _Collector]) -> None:
+    for piece in task:
+        for chat in read_records(piece, encoder.encode):
+            part = collected[piece.split or SPLITS[is_validation(chat.text, job.validation_fraction)]]
+            part.parts.append(np.array(chat.ids, dtype=job.dtype))
+            part.targets.append(chat.targets)
+            part.lengths.append(len(chat.ids))
+            part.num_bytes += len(chat.text.encode("utf-8"))
+
+
+def _encode_texts(task: tuple[Piece, ...], job: Job, encoder: Encoder, collected: dict[str, _Collector]) -> None:
     pending: list[tuple[str, str]] = []
     size = 0
     for piece in task:
@@ -68,11 +111,6 @@ def encode_task(task: tuple[Piece, ...], job: Job, encoder: Encoder) -> dict[str
                 _flush(pending, collected, job, encoder)
                 size = 0
     _flush(pending, collected, job, encoder)
-    empty = np.empty(0, dtype=job.dtype)
-    return {
-        split: Encoded(ids=np.concatenate([empty, *part.parts]), lengths=part.lengths, num_bytes=part.num_bytes)
-        for split, part in collected.items()
-    }
 
 
 def _flush(pending: list[tuple[str, str]], collected: dict[str, _Collector], job: Job, encoder: Encoder) -> None:
@@ -95,7 +133,7 @@ _state: dict[str, Any] = {}
 def _start_worker(job: Job) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _state.update(job=job, encoder=load_encoder(job.tokenizer, eod_token=job.eod_token))
+    _state.update(job=job, encoder=load_encoders(job))
 
 
 def _end_with_parent() -> None:
@@ -111,7 +149,7 @@ def _run_in_worker(task: tuple[Piece, ...]) -> dict[str, Encoded]:
 
 
 def encode_all(
-    tasks: list[tuple[Piece, ...]], job: Job, encoder: Encoder, workers: int
+    tasks: list[tuple[Piece, ...]], job: Job, encoder: Encoder | ChatEncoder, workers: int
 ) -> Iterator[dict[str, Encoded]]:
     """Results in the order of the tasks, with at most two tasks per worker in flight."""
     workers = min(workers, len(tasks))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,22 @@ class IndexedFile:
         """Tokens in the `.bin`."""
         return int(self.lengths.sum(dtype=np.int64))
 
+    @cached_property
+    def _ids(self) -> np.ndarray:
+        return np.memmap(_with(self.prefix, ".bin"), dtype=self.dtype, mode="r") if self.num_tokens else np.empty(0)
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def document(self, number: int) -> np.ndarray:
+        """The ids of one sequence."""
+        start = int(self._starts[number])
+        return np.asarray(self._ids[start : start + int(self.lengths[number])])
+
     def documents(self) -> Iterator[np.ndarray]:
         """The sequences in their order, each an array of token ids."""
-        tokens = np.memmap(_with(self.prefix, ".bin"), dtype=self.dtype, mode="r") if self.num_tokens else np.empty(0)
-        start = 0
-        for length in self.lengths.tolist():
-            yield np.asarray(tokens[start : start + length])
-            start += length
+        return map(self.document, range(len(self.lengths)))
 
 
 def _with(prefix: Path, suffix: str) -> Path:

@@ -2,6 +2,8 @@
 
 out_dir/tokenizer/                  copied, the same for all domains
 out_dir/<domain>/train.{bin,idx}    valid.{bin,idx}    meta.json (written last)
+
+Conversations have train.targets.{bin,idx} and valid.targets.{bin,idx} as well: uint8, 1 where the loss is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 from btx_nemo.checkpoints.atomic import atomic_dir
 from btx_nemo.checkpoints.files import read_json, write_json
 from btx_nemo.config.domains import check_domain
-from btx_nemo.data.encode import Encoded, Job, encode_all
+from btx_nemo.data.chat import ChatEncoder, template_hash
+from btx_nemo.data.encode import Encoded, Job, encode_all, load_encoders
 from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
 from btx_nemo.data.tokenizer import Encoder, keep_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
@@ -26,8 +29,14 @@ FORMAT = 1
 """Version of meta.json."""
 TOKEN_DTYPES = ("uint16", "int32")
 """Of the ids in `.bin`: the first while the vocabulary fits."""
-DOMAIN_FILES = ("meta.json", *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "idx")))
-"""All that a domain's folder holds."""
+KINDS = ("text", "chat")
+TARGETS = ".targets"
+"""Behind the name of a split, the files that say where the loss of conversations is taken."""
+DOMAIN_FILES = (
+    "meta.json",
+    *(f"{split}{targets}.{suffix}" for split in SPLITS for targets in ("", TARGETS) for suffix in ("bin", "idx")),
+)
+"""All that a domain's folder may hold."""
 
 
 def prepare_data(
@@ -44,6 +53,9 @@ def prepare_data(
     eod_token: str | None = None,
     pattern: str = "*",
     overwrite: bool = False,
+    chat: bool = False,
+    chat_template: Path | None = None,
+    messages_key: str = "messages",
 ) -> dict[str, Any]:
     """Tokenise one domain. The result depends on the inputs alone, not on the number of workers.
 
@@ -64,6 +76,9 @@ def prepare_data(
         eod_token: that token; default the tokenizer's end-of-sequence token.
         pattern: which files of a folder to take, such as `*.py`.
         overwrite: replace an existing domain.
+        chat: each JSONL line is a conversation, see `chat.py`; no end-of-document token but the template's own.
+        chat_template: file with the template of conversations; default the tokenizer's.
+        messages_key: key of the messages in each line.
 
     Returns:
         the content of meta.json.
@@ -73,17 +88,21 @@ def prepare_data(
     """
     out_dir = Path(out_dir)
     _check_arguments(domain, workers, validation_fraction, out_dir / domain, overwrite)
-    encoder = _load_encoder(tokenizer, eod_token, append_eod)
+    text = _load_encoder(tokenizer, eod_token, append_eod and not chat)
     sources = find_sources(inputs, pattern)
     validation = _validation_sources(validation_inputs, sources, pattern)
     job = Job(
         tokenizer=Path(tokenizer),
         eod_token=eod_token,
-        append_eod=append_eod,
+        append_eod=append_eod and not chat,
         text_key=text_key,
         validation_fraction=validation_fraction,
-        dtype=TOKEN_DTYPES[encoder.vocab_size > 1 << 16],
+        dtype=TOKEN_DTYPES[text.vocab_size > 1 << 16],
+        chat=chat,
+        chat_template=chat_template,
+        messages_key=messages_key,
     )
+    encoder = _load_chat_encoder(job, [*sources, *(validation or [])]) if chat else text
     if (out_dir / "tokenizer").exists():
         keep_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
     with atomic_dir(out_dir / domain, overwrite=overwrite) as scratch:
@@ -91,7 +110,7 @@ def prepare_data(
         results = encode_all(tasks, job, encoder, workers or default_workers())
         every = [*sources, *(validation or [])]
         with byte_progress(sum(source.size for source in every), f"tokenising {domain}") as advance:
-            counts = _write(scratch, zip(tasks, results), job.dtype, advance)
+            counts = _write(scratch, zip(tasks, results), job, advance)
         _check_counts(counts, inputs, validation_fraction)
         meta = {
             **_describe(domain, job, encoder),
@@ -113,10 +132,25 @@ def _load_encoder(tokenizer: Path, eod_token: str | None, append_eod: bool) -> E
     return encoder
 
 
-def _describe(domain: str, job: Job, encoder: Encoder) -> dict[str, Any]:
+def _load_chat_encoder(job: Job, sources: Sequence[Source]) -> ChatEncoder:
+    other = next((source.path for source in sources if not source.jsonl), None)
+    if other is not None:
+        raise UserError(f"{other}: conversations are lines of JSON; give .jsonl files")
+    encoder = load_encoders(job)
+    assert isinstance(encoder, ChatEncoder)
+    return encoder
+
+
+def _describe(domain: str, job: Job, loaded: Encoder | ChatEncoder) -> dict[str, Any]:
     """What meta.json says of the tokens."""
+    encoder, chat = loaded, {}
+    if isinstance(loaded, ChatEncoder):
+        encoder, chat = loaded.encoder, {"chat_template_sha256": template_hash(loaded.template)}
+    assert isinstance(encoder, Encoder)
     return {
         "format": FORMAT,
+        "kind": KINDS[job.chat],
+        **chat,
         "domain": domain,
         "tokenizer_sha256": tokenizer_hash(job.tokenizer),
         "vocab_size": encoder.vocab_size,
@@ -167,7 +201,7 @@ def _validation_sources(given: Sequence[Path] | None, train: list[Source], patte
 def _write(
     scratch: Path,
     encoded: Iterable[tuple[tuple[Piece, ...], dict[str, Encoded]]],
-    dtype: str,
+    job: Job,
     advance: Callable[[int], None],
 ) -> dict[str, dict[str, int]]:
     """Append the documents in order through Megatron's builder; return the counts of each split."""
@@ -177,22 +211,28 @@ def _write(
         warnings.simplefilter("ignore")  # on a machine without Apex, importing Megatron says so four times
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+    dtypes = {"": getattr(np, job.dtype)} | ({TARGETS: np.uint8} if job.chat else {})
     builders = {
-        split: IndexedDatasetBuilder(str(scratch / f"{split}.bin"), dtype=getattr(np, dtype)) for split in SPLITS
+        split + kind: IndexedDatasetBuilder(str(scratch / f"{split}{kind}.bin"), dtype=dtype)
+        for split in SPLITS
+        for kind, dtype in dtypes.items()
     }
     counts = {split: {"tokens": 0, "documents": 0, "bytes": 0} for split in SPLITS}
     for task, result in encoded:
         for split, part in result.items():
             start = 0
             for length in part.lengths:
-                builders[split].add_document(part.ids[start : start + length], [length])
+                for kind, values in zip(dtypes, (part.ids, part.targets)):
+                    builders[split + kind].add_document(values[start : start + length], [length])
                 start += length
             counts[split]["tokens"] += start
             counts[split]["documents"] += len(part.lengths)
             counts[split]["bytes"] += part.num_bytes
+            if job.chat:
+                counts[split]["targets"] = counts[split].get("targets", 0) + int(part.targets.sum(dtype=np.int64))
         advance(sum(piece.end - piece.start for piece in task))
-    for split, builder in builders.items():
-        builder.finalize(str(scratch / f"{split}.idx"))
+    for name, builder in builders.items():
+        builder.finalize(str(scratch / f"{name}.idx"))
     return counts
 
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 from btx_nemo.errors import UserError
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+PADDING = "padding"
+"""[S] bool, in the samples of packed conversations alone."""
 
 
 class Dataset(Protocol):
@@ -134,7 +136,8 @@ def collate(samples: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Stack samples into one microbatch [B, S]: what the model reads, and in a blend each one's dataset."""
     import torch
 
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
+    keys = (*BATCH_KEYS, PADDING) if PADDING in samples[0] else BATCH_KEYS
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
     if "dataset_id" in samples[0]:
         batch["dataset_id"] = torch.tensor([int(sample["dataset_id"]) for sample in samples])
     return batch

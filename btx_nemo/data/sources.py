@@ -6,15 +6,17 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from btx_nemo.errors import UserError
 
 TASK_BYTES = 4 << 20
 """Files are grouped, and JSONL is cut, to about this much text per task."""
 SPLITS = ("train", "valid")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,19 +180,42 @@ def read_piece(piece: Piece, text_key: str) -> Iterator[str]:
     Raises:
         UserError: not UTF-8, a line that is not JSON or lacks the key; with file and line.
     """
+    if piece.jsonl:
+        yield from (_text_of(record, piece.path, at, text_key) for record, at in _records(piece))
+        return
     with piece.path.open("rb") as stream:
-        if not piece.jsonl:
-            stream.seek(piece.start)
-            yield _decode(stream.read(piece.end - piece.start), piece, piece.start)
-            return
-        # a line belongs to the piece in which it starts
+        stream.seek(piece.start)
+        yield _decode(stream.read(piece.end - piece.start), piece, piece.start)
+
+
+def read_records(piece: Piece, parse: Callable[[Any], T]) -> Iterator[T]:
+    """What `parse` makes of each JSON line of a piece; its UserError gets file and line in front.
+
+    Raises:
+        UserError: as `read_piece`.
+    """
+    for record, at in _records(piece):
+        try:
+            yield parse(record)
+        except UserError as error:
+            raise UserError(f"{piece.path}:{_line_number(piece.path, at)}: {error}") from error
+
+
+def _records(piece: Piece) -> Iterator[tuple[Any, int]]:
+    """JSON values and the byte at which each starts. A line belongs to the piece in which it starts."""
+    with piece.path.open("rb") as stream:
         stream.seek(max(0, piece.start - 1))
         if piece.start:
             stream.readline()
         while (at := stream.tell()) < piece.end:
             line = stream.readline()
-            if line.strip():
-                yield _parse_line(_decode(line, piece, at), piece.path, at, text_key)
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(_decode(line, piece, at))
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{piece.path}:{_line_number(piece.path, at)}: not JSON ({str(error)[:80]})") from error
+            yield record, at
 
 
 def _decode(data: bytes, piece: Piece, at: int) -> str:
@@ -201,11 +226,7 @@ def _decode(data: bytes, piece: Piece, at: int) -> str:
         raise UserError(f"{piece.path}:{line}: not UTF-8; convert the file (iconv), or leave it out") from error
 
 
-def _parse_line(line: str, path: Path, at: int, text_key: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}:{_line_number(path, at)}: not JSON ({str(error)[:80]})") from error
+def _text_of(record: Any, path: Path, at: int, text_key: str) -> str:
     if not isinstance(record, dict) or text_key not in record:
         keys = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
         raise UserError(

@@ -83,7 +83,7 @@ def load_encoder(path: Path, *, eod_token: str | None = None) -> Encoder:
     """
     files = _files(path)
     fast = files.get("tokenizer.json")
-    backend = _load_fast(fast) if fast else _load_transformers(Path(path))
+    backend = _load_fast(fast) if fast else load_transformers(Path(path))
     vocab = backend.get_vocab()
     if not vocab:
         raise UserError(f"--tokenizer {path}: its vocabulary is empty")
@@ -106,12 +106,18 @@ def _load_fast(path: Path) -> Any:
     return backend
 
 
-def _load_transformers(path: Path) -> Any:
+def load_transformers(path: Path) -> Any:
+    """A tokenizer folder as transformers has it; no code of the folder is run.
+
+    Raises:
+        UserError: transformers cannot load it.
+        EnvironmentLacks: transformers is not installed.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
         raise EnvironmentLacks(
-            f"--tokenizer {path}: without tokenizer.json it needs transformers: pip install transformers"
+            f"--tokenizer {path}: needs transformers (no tokenizer.json, or chats): pip install transformers"
         ) from error
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)

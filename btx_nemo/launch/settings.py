@@ -6,19 +6,13 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from btx_nemo.config.build import build
 from btx_nemo.config.load import load
-from btx_nemo.config.schema import TrainConfig
+from btx_nemo.config.training import read_train_config
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
 from btx_nemo.mix.config import read_config
 
-
-def _training(values: dict[str, Any], where: str) -> TrainConfig:
-    return build(TrainConfig, values, where=where)
-
-
-READERS: dict[str, Callable[[dict[str, Any], str], object]] = {"train": _training, "mix": read_config}
+READERS: dict[str, Callable[[dict[str, Any], str], object]] = {"train": read_train_config, "mix": read_config}
 FOLDERS = {
     "train_seed.sh": "train",
     "train_expert.sh": "train",

@@ -156,10 +156,11 @@ def build_model(
     recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
     transformer_engine: bool | None = None,
+    documents: bool = False,
 ) -> torch.nn.Module:
     """This rank's GPTModel, or its `Chunks` with layout.vpp > 1, weights undefined: `load_weights` fills them.
 
-    Needs `parallel_state` entered. `transformer_engine` is `block_spec`'s.
+    Needs `parallel_state` entered. `transformer_engine` and `documents` are `block_spec`'s.
     """
     from megatron.core import parallel_state as mpu
 
@@ -179,6 +180,7 @@ def build_model(
             chunk_layers(model, layout, mpu.get_pipeline_model_parallel_rank(), number),
             transformer_engine=transformer_engine,
             context_parallel=layout.cp > 1,
+            documents=documents,
         )
         parts.append(_gpt_model(model, config, spec, number if layout.vpp > 1 else None))
     return Chunks(parts) if layout.vpp > 1 else parts[0]

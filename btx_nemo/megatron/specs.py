@@ -23,10 +23,12 @@ def block_spec(
     *,
     transformer_engine: bool | None = None,
     context_parallel: bool = False,
+    documents: bool = False,
 ) -> Any:
     """TransformerBlockSubmodules for the layers of this pipeline stage, by their number in the model.
 
-    `transformer_engine` chooses its layers or Megatron's own; None takes them where they are.
+    `transformer_engine` chooses its layers or Megatron's own; None takes them where they are. With `documents`,
+    sequences may hold several, see `documents.py`.
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -38,7 +40,7 @@ def block_spec(
         kind = model.is_mixture(layer), scales_rope(model, layer)
         if kind not in kinds:
             kinds[kind] = _layer(model, router, *kind, transformer_engine)
-            if context_parallel and not transformer_engine:
+            if documents or (context_parallel and not transformer_engine):
                 kinds[kind] = _with_core_attention(kinds[kind], gathered_keys_attention())
         specs.append(kinds[kind])
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))

@@ -18,20 +18,18 @@ from btx_nemo.config.schema import NO_EFFECT, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
-from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.sizes import check_sizes
 from btx_nemo.megatron.model import DTYPES, RECOMPUTATION, RECOMPUTE_MODULES
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
-from btx_nemo.routers import router_class
-from btx_nemo.routers.losses import check_loss_names
+from btx_nemo.train.contents import Content, blend_of, contents_of
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
+from btx_nemo.train.stages import STAGES, check_stage
 from btx_nemo.train.track import check_log
 from btx_nemo.train.watch import check_robust
 
-STAGES = ("expert", "mix", "router")
 MAY_CHANGE = (*NO_EFFECT, "out")
 """Keys that a resumed run may change."""
 
@@ -44,6 +42,10 @@ class Prepared:
     source: ModelSource
     tokenizer: Path | None
     """Folder with the tokenizer's files, which go along with every checkpoint."""
+    contents: dict[str, Content]
+    """What each training domain holds."""
+    documents: bool
+    """Whether a sequence may hold several documents, each for itself."""
 
 
 def prepare(config: TrainConfig) -> Prepared:
@@ -75,7 +77,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_robust(config)
     check_log(config)
     source = _source(config)
-    _check_stage(config, source)
+    check_stage(config, source.model)
     check_dropout(config.dropout, source.model, config.layout)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)
@@ -85,10 +87,12 @@ def prepare(config: TrainConfig) -> Prepared:
         dp_size=config.layout.dp(ranks),
     )
     check_batch(config.layout, seq_length=config.data.seq_length, microbatches=microbatches)
-    _check_tokens(config, source)
+    contents, documents = _check_tokens(config, source)
     out = Path(config.out)
     _check_out(out, config, balanced=source.model.moe is not None and any(config.router.losses.values()))
-    return Prepared(out=out, source=source, tokenizer=_tokenizer(config, source))
+    return Prepared(
+        out=out, source=source, tokenizer=_tokenizer(config, source), contents=contents, documents=documents
+    )
 
 
 def _source(config: TrainConfig) -> ModelSource:
@@ -105,22 +109,8 @@ def _source(config: TrainConfig) -> ModelSource:
     return open_source(Path(config.init_from), config.moe, config.router)
 
 
-def _check_stage(config: TrainConfig, source: ModelSource) -> None:
-    moe = source.model.moe
-    check_loss_names(config.router.losses)
-    if config.stage == "expert" and moe is not None:
-        raise UserError(f"stage=expert trains a dense model, but {config.init_from} has {moe.num_experts} experts")
-    if config.stage != "expert" and moe is None:
-        raise UserError(
-            f"stage={config.stage} trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix"
-        )
-    if moe is not None:
-        router_class(moe.router).check_training(source.model, config.router)
-    if config.export:
-        choose_architecture(source.model, {}, "export=true")
-
-
-def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
+def _check_tokens(config: TrainConfig, source: ModelSource) -> tuple[dict[str, Content], bool]:
+    """What each training domain holds, and whether documents are kept apart."""
     path, data = Path(config.data.path), config.data
     if not path.is_dir():
         raise UserError(
@@ -128,24 +118,17 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> None:
         )
     _check_vocabulary(path, source)
     blend, valid = blend_of(config)
-    check_data(path, [*blend, *valid], source.model.vocab_size)
+    metas = check_data(path, [*blend, *valid], source.model.vocab_size)
     normalise_weights(blend, list_domains(path))
     if not 1 < data.seq_length <= source.model.max_position_embeddings:
         raise UserError(
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "
             f"max_position_embeddings={source.model.max_position_embeddings}"
         )
-
-
-def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
-    """Raw weights of the training domains, and the domains to validate on. Raises UserError for both or neither."""
-    if config.domain is not None and not config.domain:
-        raise UserError("domain: empty; name a domain, or give domain=null and data.blend")
-    if config.domain and config.data.blend:
-        raise UserError(f"domain={config.domain} and data.blend: give one of them")
-    domains = list_domains(Path(config.data.path))
-    blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
-    return blend, config.data.valid or domains
+    chats = any(meta["kind"] == "chat" for meta in metas.values())
+    if data.document_mask and any(meta["kind"] == "text" and meta["eod_id"] is None for meta in metas.values()):
+        raise UserError(f"data.document_mask=true: no token ends a document in {path}; prepare it with --eod-token")
+    return contents_of(config), chats or data.document_mask
 
 
 def _check_vocabulary(data: Path, source: ModelSource) -> None:

@@ -15,14 +15,16 @@ from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.config.load import save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
-from btx_nemo.data.blend import build_datasets
+from btx_nemo.data.datasets import build_datasets
 from btx_nemo.data.sampler import batches, num_microbatches
 from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.contents import blend_of
+from btx_nemo.train.length import with_steps
 from btx_nemo.train.lock import claimed
-from btx_nemo.train.prepare import Prepared, blend_of, prepare
+from btx_nemo.train.prepare import Prepared, prepare
 from btx_nemo.train.report import Report
 from btx_nemo.train.routing import collect_routing, frozen_with_losses, reset_routing
 from btx_nemo.train.setup import build_trainee
@@ -38,6 +40,7 @@ def train(config: TrainConfig) -> None:
     Raises UserError before anything is built when the configuration cannot work, Stopped (exit code 75) after a
     checkpoint when SIGTERM or SIGUSR1 asked for it, and CheckFailed when too many steps in a row had no finite loss.
     """
+    config = with_steps(config)
     prepared = prepare(config)
     if (prepared.out / "DONE").exists():
         if int(os.environ.get("RANK", "0")) == 0:
@@ -82,8 +85,11 @@ class Run:
             cache_dir=self.out / "cache",
             domains_for_validation=valid,
             vocab_size=self.model.vocab_size,
+            whole_passes=config.epochs is not None,
+            document_mask=config.data.document_mask,
+            sample=config.data.sample,
         )
-        self.trainee = build_trainee(config, self.prepared.source)
+        self.trainee = build_trainee(config, self.prepared.source, documents=self.prepared.documents)
 
     def go(self) -> None:
         """From the last checkpoint, where there is one, to the end."""
@@ -91,6 +97,8 @@ class Run:
         step, watched = load_checkpoint(checkpoint, self.trainee) if checkpoint else (0, {})
         self.watch.load_state(watched)
         with self.reporting(step):
+            for domain, content in self.prepared.contents.items():
+                self.report.say(f"{domain}: {content.text(self.config.data.seq_length)}")
             if frozen_with_losses(self.trainee.gpt):
                 self.report.say(
                     f"warning: the routers are frozen, so that router.losses={self.config.router.losses} move only the "

@@ -14,8 +14,11 @@ from btx_nemo.train.source import ModelSource
 from btx_nemo.train.step import Trainee
 
 
-def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
-    """This rank's share of the model, its weights read slice by slice from `source`. Needs `parallel_state` entered."""
+def build_trainee(config: TrainConfig, source: ModelSource, *, documents: bool = False) -> Trainee:
+    """This rank's share of the model, its weights read slice by slice from `source`. Needs `parallel_state` entered.
+
+    `documents` says whether a sequence may hold several, each for itself.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -30,6 +33,7 @@ def build_trainee(config: TrainConfig, source: ModelSource) -> Trainee:
         recompute=config.recompute,
         recompute_modules=config.recompute_modules,
         per_token_loss=config.per_token_loss,
+        documents=documents,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
     if config.freeze or config.train:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from btx_nemo.megatron.documents import forward_masks
 from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
@@ -77,13 +78,15 @@ class _ForwardStep:
         number = self.first + done * mpu.get_data_parallel_world_size() + mpu.get_data_parallel_rank()
         # What draws noise derives its own generators from this seed: Megatron's recomputation restores it.
         torch.manual_seed((self.seed * 1_000_003 + number) % (1 << 63))
-        batch = {key: value.to(device(), non_blocking=True) for key, value in next(batches).items()}
+        batch = next(batches)
+        masks = forward_masks(batch, model)
+        batch = {key: value.to(device(), non_blocking=True) for key, value in batch.items()}
         count = batch["loss_mask"].sum()
         for router in self.routers:
             router.loss_tokens[micro_batch_seed()] = count
         batch = context_parallel_part(batch)
         mask_BS = batch["loss_mask"]
-        losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        losses_BS = model(batch["tokens"], batch["position_ids"], labels=batch["labels"], **masks)
 
         def loss_function(losses_BS: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             masked_BS = losses_BS.float() * mask_BS

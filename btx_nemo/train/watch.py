@@ -80,7 +80,9 @@ def batch_ids(dataset: Any, domains: Sequence[str], samples: range) -> list[dict
 
 def _origin(dataset: Any, domains: Sequence[str], number: int) -> dict[str, Any]:
     index, which = number % len(dataset), 0
-    if hasattr(dataset, "dataset_sample_index"):  # a blend
+    if hasattr(dataset, "origin"):  # conversations, or whole passes
+        which, dataset, index = dataset.origin(index)
+    elif hasattr(dataset, "dataset_sample_index"):  # Megatron's blend
         dataset[index]  # Megatron opens its indices when they are first used
         which, index = int(dataset.dataset_index[index]), int(dataset.dataset_sample_index[index])
         dataset = dataset.datasets[which]
@@ -88,7 +90,9 @@ def _origin(dataset: Any, domains: Sequence[str], number: int) -> dict[str, Any]
 
 
 def _documents(dataset: Any, index: int) -> list[int] | None:
-    """Numbers of the documents that a sample of Megatron's GPTDataset is cut from."""
+    """Numbers of the documents that a sample of Megatron's GPTDataset is cut from, or that are packed in a sequence."""
+    if hasattr(dataset, "packing"):
+        return list(dataset.packing.sequences[index])
     if not hasattr(dataset, "document_index"):
         return None
     dataset[index]

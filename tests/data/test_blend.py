@@ -18,7 +18,8 @@ from btx_testing import data_jobs
 from btx_testing.pool import RankPool
 from btx_testing.text import byte_tokenizer, sentence, write_jsonl
 
-from btx_nemo.data.blend import build_datasets, check_data, list_domains, normalise_weights
+from btx_nemo.data.blend import check_data, list_domains, normalise_weights
+from btx_nemo.data.datasets import build_datasets
 from btx_nemo.data.indexed import open_indexed
 from btx_nemo.data.prepare import prepare_data
 from btx_nemo.errors import UserError

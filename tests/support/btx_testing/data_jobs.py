@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.data.blend import build_datasets
+from btx_nemo.data.datasets import build_datasets
 from btx_nemo.data.sampler import batches
 
 

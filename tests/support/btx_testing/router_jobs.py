@@ -35,7 +35,7 @@ def steps(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], o
     """Loss, gradient norm, this rank's parts of all gradients, and routing of the first step; later losses too.
 
     options: fresh (a ModelConfig instead of the folder), moe, router, precision, recompute, freeze, dropout,
-    per_token_loss, micro_batch_size, steps, first (number of the first step).
+    per_token_loss, micro_batch_size, steps, first (number of the first step), documents.
     """
     from btx_nemo.train.routing import collect_routing, reset_routing
     from btx_nemo.train.step import train_step
@@ -76,7 +76,7 @@ def trainee_of(
     optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0, weight_decay=0.5)
     config, model = settings(layout, options, optim), source(folder, options)
     with parallel_state(config.layout, seed=1):
-        trainee = build_trainee(config, model)
+        trainee = build_trainee(config, model, documents=options.get("documents", False))
         rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         rows = options.get("micro_batch_size", 1)
         microbatches = batch["tokens"].shape[0] // (rows * size)

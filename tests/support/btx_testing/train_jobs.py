@@ -126,6 +126,14 @@ def after_parallel_state(layout: dict[str, int]) -> list[bool]:
     return [dist.is_initialized(), mpu.model_parallel_is_initialized(), torch.cuda.Stream is _Inert]
 
 
+def parameter_counts(model: str) -> dict[str, int]:
+    """Global name -> elements of the model that is built."""
+    from btx_nemo.train.freeze import global_names
+
+    with trainee(model, {}, {}) as subject:
+        return {name: value.numel() for name, value in global_names(subject.gpt).items()}
+
+
 def around_a_poisoned_step(model: str, layout: dict[str, int], rank: int, what: str) -> dict[str, Any]:
     """Of two steps, one with an infinite loss or gradient on one rank alone, and another: its result, and digests.
 

@@ -1,0 +1,82 @@
+"""What a run sees of each training domain: documents, tokens, sequences, known from the index files alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from btx_nemo.config.schema import TrainConfig
+from btx_nemo.data.blend import list_domains, load_meta
+from btx_nemo.data.indexed import open_indexed
+from btx_nemo.data.order import sample_documents
+from btx_nemo.data.packing import pack
+from btx_nemo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """One domain's training split, or a sample of it, in sequences of the run's length."""
+
+    kind: str
+    """text or chat."""
+    documents: int
+    tokens: int
+    sequences: int
+    """Of one pass."""
+    cut: int = 0
+    """Conversations that are longer than a sequence."""
+    lost: int = 0
+    """Tokens at their ends, which are not seen."""
+
+    def text(self, seq_length: int) -> str:
+        """In words."""
+        if self.kind == "text":
+            return f"{self.documents} documents, {self.tokens} tokens, {self.sequences} sequences"
+        full = (self.tokens - self.documents - self.lost) / (self.sequences * seq_length)
+        cut = f"; {self.cut} are longer than a sequence and lose {self.lost} tokens" if self.cut else ""
+        return f"{self.documents} conversations, {self.tokens} tokens, {self.sequences} sequences {full:.1%} full{cut}"
+
+
+def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
+    """Raw weights of the training domains, and the domains to validate on. Raises UserError for both or neither."""
+    if config.domain is not None and not config.domain:
+        raise UserError("domain: empty; name a domain, or give domain=null and data.blend")
+    if config.domain and config.data.blend:
+        raise UserError(f"domain={config.domain} and data.blend: give one of them")
+    if config.epochs is not None and config.data.blend:
+        raise UserError(f"epochs={config.epochs} and data.blend: every sequence comes as often; give steps or tokens")
+    domains = list_domains(Path(config.data.path))
+    blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
+    return blend, config.data.valid or domains
+
+
+def contents_of(config: TrainConfig) -> dict[str, Content]:
+    """The content of each training domain.
+
+    Raises:
+        UserError: a share that is none, unknown or damaged data, or a domain without a single sequence.
+    """
+    data = config.data
+    if not 0 < data.sample <= 1:
+        raise UserError(f"data.sample={data.sample}: must be above 0 and at most 1")
+    contents = {}
+    for domain in blend_of(config)[0]:
+        kind = load_meta(Path(data.path), domain)["kind"]
+        lengths = open_indexed(Path(data.path) / domain / "train").lengths
+        documents = sample_documents(len(lengths), data.sample, domain)
+        tokens = int(lengths[documents].sum(dtype=np.int64))
+        counts = {"kind": kind, "documents": len(documents), "tokens": tokens}
+        if kind == "chat":
+            packing = pack(lengths, documents, data.seq_length)
+            counts |= {"sequences": len(packing.sequences), "cut": packing.cut, "lost": packing.lost}
+        else:
+            counts["sequences"] = max(tokens - 1, 0) // data.seq_length
+        contents[domain] = Content(**counts)
+        if config.epochs is not None and not contents[domain].sequences:
+            raise UserError(
+                f"data.path={data.path}, domain {domain!r}: {tokens} tokens are less than a sequence of "
+                f"data.seq_length={data.seq_length}; lower it, or leave the domain out"
+            )
+    return contents

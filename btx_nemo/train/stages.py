@@ -1,0 +1,53 @@
+"""What a stage is: which models it trains, and what must stay as it is."""
+
+from __future__ import annotations
+
+from btx_nemo.config.schema import TrainConfig
+from btx_nemo.errors import UserError
+from btx_nemo.families.architecture import choose_architecture
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.routers import router_class
+from btx_nemo.routers.losses import check_loss_names
+from btx_nemo.train.names import matches
+
+STAGES = ("expert", "mix", "router", "bar_expert", "sft")
+_DENSE = ("expert", "sft")
+_MIXTURES = ("mix", "router", "bar_expert", "sft")
+
+
+def check_stage(config: TrainConfig, model: ModelConfig) -> None:
+    """Raises UserError for a stage that cannot train this model, or would train what it must not."""
+    check_loss_names(config.router.losses)
+    if model.moe is not None and config.stage not in _MIXTURES:
+        raise UserError(
+            f"stage={config.stage} trains a dense model, but {config.init_from} has {model.moe.num_experts} experts"
+        )
+    if model.moe is None and config.stage not in _DENSE:
+        raise UserError(
+            f"stage={config.stage} trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix"
+        )
+    if model.moe is not None:
+        router_class(model.moe.router).check_training(model, config.router)
+    if config.stage == "bar_expert":
+        _check_anchor(config, model)
+    if config.export:
+        choose_architecture(model, {}, "export=true")
+
+
+def _check_anchor(config: TrainConfig, model: ModelConfig) -> None:
+    """A merge needs the anchor's expert and router row to the bit (BAR, section 3.2; FlexOlmo, section 3.1)."""
+    moe = model.moe
+    assert moe is not None
+    if moe.num_experts != 2 or moe.router != "flexolmo":
+        raise UserError(
+            f"stage=bar_expert trains a two-expert model, but {config.init_from} has {moe.num_experts} experts and "
+            f"router={moe.router}; make one: btx-nemo mix --config-name two_expert"
+        )
+    if config.router.frozen_rows != [0]:
+        raise UserError(f"router.frozen_rows={config.router.frozen_rows}: the anchor's row must stay; give [0]")
+    for layer in filter(model.is_mixture, range(model.num_layers)):
+        for name in ("linear_fc1.weight", "linear_fc2.weight"):
+            name = f"decoder.layers.{layer}.mlp.experts.local_experts.0.{name}"
+            trains = not config.train or matches(name, config.train)
+            if trains and not matches(name, config.freeze):
+                raise UserError(f"{name}: would train, but the anchor's expert must stay; mend train or freeze")
