@@ -69,6 +69,7 @@ def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> Tr
         layout=layout,
         precision=options.precision,
         recompute=options.recompute,
+        recompute_modules=options.recompute_modules,
         steps=10,
         micro_batch_size=4,
         global_batch_size=4 * microbatches * layout.dp(ranks),
@@ -124,6 +125,7 @@ def measure(config: TrainConfig, ranks: int) -> tuple[float, float]:
         microbatches=2 * config.layout.pp,
         precision=config.precision,
         recompute=config.recompute,
+        recompute_modules=tuple(config.recompute_modules),
         flash=on_gpu,
     )
     planned = memory(config.model, setup, mpu.get_pipeline_model_parallel_rank()).total
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("--moe", action="store_true", help="a mixture of 4 experts instead of a dense model")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--recompute", default="none")
+    parser.add_argument("--recompute-modules", nargs="+", default=["core_attn"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     give_memory_back()
