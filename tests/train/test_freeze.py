@@ -104,6 +104,29 @@ def test_wrong_patterns_are_told_on_every_rank(
     assert all(message in text for text in told)
 
 
+def test_what_is_frozen_costs_no_gradient_no_moment_and_no_product(ranks: RankPool, world: TinyWorld) -> None:
+    """32 tokens in 2 layers of 4 experts, 2 a token: 32 wide, feed-forward 48, 4 heads of 8, 2 groups, 288 words."""
+
+    def cost(**options: Any) -> dict[str, int]:
+        return ranks.run(train_jobs.cost, str(world.mixture), {}, options, ranks=1)[0]
+
+    everything, no_experts, routers = cost(), cost(freeze=["*.mlp.experts.*"]), cost(train=["*.mlp.router.*"])
+    expert = 3 * 32 * 48
+    assert everything["gradients"] - no_experts["gradients"] == 2 * 4 * expert
+    assert routers["gradients"] == 2 * 4 * 32
+    for stage in (everything, no_experts, routers):
+        assert stage["moments"] == 2 * stage["gradients"]
+    # The weights' own gradients are as many products as the forward pass has, and the experts' are not computed.
+    assert everything["products"] - no_experts["products"] == 32 * 2 * 2 * expert
+    # With routers alone only they have any. Nor does a gradient go further down than the first router: not into its
+    # layer's first linear layers, whose inputs need none, nor into attention before it.
+    attention = 32 * (32 + 2 * 16 + 32)
+    weights = 32 * (2 * attention + 2 * 2 * expert + 32 * 288)
+    below = 32 * (attention + 2 * 2 * 32 * 48 + 4 * 32)
+    scores = 2 * 2 * 16 * 16 * 32 * 2  # of one layer's attention: two sequences, two products, each with two gradients
+    assert everything["products"] - routers["products"] == weights + below + scores
+
+
 def test_weight_decay_would_show(ranks: RankPool, world: TinyWorld) -> None:
     """The other side of the law above: what is not frozen does move."""
     assert all(changes(ranks, world.mixture, {}, 1, freeze=[], weight_decay=0.5).values())
