@@ -45,7 +45,9 @@ def test_frozen_experts_keep_their_bits_while_the_rest_learns(
 def test_what_a_run_trains_is_all_that_learns(
     ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
 ) -> None:
-    changed = changes(ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5)
+    changed = changes(
+        ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5, decay_routers=True
+    )
     assert {name for name, value in changed.items() if value} == {
         f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)
     }
@@ -63,6 +65,31 @@ def test_a_pattern_names_the_same_layer_and_expert_in_every_layout(
         "decoder.layers.1.self_attention.linear_qkv.weight",
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
+    }
+
+
+def test_grouped_experts_have_the_names_of_sequential_ones() -> None:
+    """A stand-in with the names of Transformer Engine's grouped layers, which only a GPU computes: experts 4 and 5 of
+    the third layer, the first one here."""
+    from btx_nemo.train.freeze import global_names
+
+    def module(**children: Any) -> torch.nn.Module:
+        made = torch.nn.Module()
+        for name, child in children.items():
+            setattr(made, name, child)
+        return made
+
+    def linear() -> torch.nn.Module:
+        return module(**{f"weight{i}": torch.nn.Parameter(torch.full((1,), float(i))) for i in range(2)})
+
+    mlp = module(experts=module(linear_fc1=linear(), linear_fc2=linear()), local_expert_indices=[4, 5])
+    layer = module(mlp=mlp, layer_number=3)
+    gpt = module(decoder=module(layers=torch.nn.ModuleList([layer])))
+    names = {name: value.item() for name, value in global_names(gpt).items()}
+    assert names == {
+        f"decoder.layers.2.mlp.experts.local_experts.{expert}.linear_fc{fc}.weight": expert - 4.0
+        for expert in (4, 5)
+        for fc in (1, 2)
     }
 
 
