@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from btx_nemo.config.build import build
 from btx_nemo.config.domains import check_domain
+from btx_nemo.config.flat import flat
 from btx_nemo.config.load import load
 from btx_nemo.errors import BtxError, EnvironmentLacks, UserError
 from btx_nemo.launch import found, slurm, state
@@ -135,7 +137,17 @@ def _pipeline(words: Sequence[str], name: str, path: str | None, runs: Path | No
     overrides = [f"experts.{domain}={{}}" for domain in domains] + [word for word in words if word not in domains]
     if runs is not None:
         overrides.append(f"runs={spell(str(runs))}")
-    return build(PipelineConfig, load("submit", name, overrides, path), where=f"submit/{name}.yaml")
+    values = load("submit", name, overrides, path)
+    _check_times(values, f"submit/{name}.yaml")
+    return build(PipelineConfig, values, where=f"submit/{name}.yaml")
+
+
+def _check_times(values: Any, where: str) -> None:
+    """YAML takes an unquoted 12:00:00 for seconds in base 60, which sbatch would take for minutes."""
+    for key, value in flat(values).items():
+        if key.endswith(".time") and ".set." not in key and type(value) is int:
+            hours = f"{value // 3600}:{value // 60 % 60:02}:{value % 60:02}"
+            raise UserError(f'{where}: {key}={value}: a number; give it in quotes: "{hours}", or minutes as "{value}"')
 
 
 def _settings(config: PipelineConfig) -> dict[str, str]:

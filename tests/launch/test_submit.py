@@ -81,6 +81,7 @@ def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
         (["math", "experts.math.stages.A={}"], "'A': only a-z.*rename the stage"),
         (["math", "eval.set.x=1"], "neither config nor set"),
         (["math", "data='/a$b'"], "has a quote, a backslash, a dollar"),
+        (["math", "expert.time=43200"], '"12:00:00", or minutes as "43200"'),
         (["math", "local_jobs=0"], "local_jobs=0: must be 1 or more"),
         (["math", "seed=/s", "seed_training={}"], "give one of them"),
         (["math", "data=/s", "demo_data=true"], "give one of them"),
