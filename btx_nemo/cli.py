@@ -21,7 +21,7 @@ from btx_nemo import __version__
 from btx_nemo.convert.arguments import add_conversions, add_verify
 from btx_nemo.data.arguments import add_prepare_data
 from btx_nemo.embed.arguments import add_embed
-from btx_nemo.errors import BtxError, Stopped, UserError
+from btx_nemo.errors import BtxError, RankFailed, Stopped, UserError
 from btx_nemo.estimate.arguments import add_plan
 from btx_nemo.launch.cli import add_commands as add_launch_commands
 
@@ -82,7 +82,10 @@ def _say_once(line: str, error: Exception) -> None:
     error alone (a folder missing on its node, say), and then says so.
     """
     rank = int(os.environ.get("RANK", "0"))
-    if rank:
+    if isinstance(error, RankFailed):
+        if not error.first:
+            return
+    elif rank:
         if isinstance(error, Stopped):
             return
         time.sleep(_ALONE_SECONDS)
@@ -140,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("--checksums", action="store_true", help="compare every file's SHA-256 with the manifest's")
     add_verify(command)
     add_launch_commands(command)
     add_plan(command)
@@ -186,7 +190,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 
     from btx_nemo.checkpoints.inspect import inspect_checkpoint, print_inspection
 
-    facts: dict[str, Any] = inspect_checkpoint(arguments.folder)
+    facts: dict[str, Any] = inspect_checkpoint(arguments.folder, checksums=arguments.checksums)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:

@@ -27,6 +27,16 @@ class EnvironmentLacks(BtxError):
     exit_code = 3
 
 
+class RankFailed(BtxError):
+    """A rank of a training run failed or was lost, and the job ends. Only the first one to say so is shown."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, first: bool):
+        super().__init__(message)
+        self.first = first
+
+
 class Stopped(BtxError):
     """Stopped early on request with a checkpoint saved: running the same command again resumes."""
 

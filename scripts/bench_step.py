@@ -3,16 +3,19 @@
     python scripts/bench_step.py [--pairs 20] [--seq-length 256]
     torchrun --nproc-per-node 2 scripts/bench_step.py --tp 2
 
-Ours is what `btx_nemo.train.run` does in a step: batches from blended files through the sampler, the training step with
-its loss over all ranks, routing statistics and a line of metrics every ten steps, the progress line, and the agreement
-on whether to stop. The bare loop has one batch in memory and calls Megatron alone. Both take turns, a step each on the
-same weights, so that what else the machine does falls on both; `cpu` counts this process's processor time alone. In the
-last row the bare loop trains a second model with Megatron's own router and balance loss. Aim: at most 1.05.
+Ours is the loop of `btx-nemo train` itself (`Run.steps`): batches from blended files, the training step with its loss
+over all ranks and by domain, the check that all is finite, routing statistics and a line of metrics every ten steps,
+the progress line, the hang detector, and the agreement on whether to stop. The bare loop has one batch in memory and
+calls Megatron alone. Both take turns, a step each on the same weights, so that what else the machine does falls on
+both; `cpu` counts this process's processor time alone. In the last row the bare loop trains a second model with
+Megatron's own router and balance loss. Aim: at most 1.03.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import random
@@ -59,7 +62,7 @@ def make_data(root: Path) -> Path:
     return root / "data"
 
 
-def make_config(options: argparse.Namespace, layout: LayoutConfig, data: Path, mixture: bool) -> TrainConfig:
+def make_config(options: argparse.Namespace, layout: LayoutConfig, data: Path, out: Path, mixture: bool) -> TrainConfig:
     """The demo's model; its experts are the dense model's feed-forward block."""
     model = ModelConfig(
         num_layers=4,
@@ -74,7 +77,7 @@ def make_config(options: argparse.Namespace, layout: LayoutConfig, data: Path, m
     )
     return TrainConfig(
         stage="mix" if mixture else "expert",
-        out="unused",
+        out=str(out),
         model=model,
         data=DataConfig(path=str(data), seq_length=options.seq_length),
         layout=layout,
@@ -82,18 +85,19 @@ def make_config(options: argparse.Namespace, layout: LayoutConfig, data: Path, m
         micro_batch_size=4,
         global_batch_size=16,
         optim=OptimConfig(lr=1e-3, warmup_steps=10),
+        log_every=LOG_EVERY,
+        eval_every=0,
+        eval_batches=1,
     )
 
 
-def make_trainee(config: TrainConfig, *, megatron_router: bool = False) -> Any:
-    """Our trainee; or the same with the router and the balance loss that Megatron has of its own."""
+def with_megatrons_router(config: TrainConfig) -> Any:
+    """A trainee with the router and the balance loss that Megatron has of its own."""
     from btx_nemo.train.setup import build_trainee
     from btx_nemo.train.source import fresh_source
 
     assert config.model is not None
     source = fresh_source(config.model)
-    if not megatron_router:
-        return build_trainee(config, source)
     import btx_nemo.megatron.model as model_module
     import btx_nemo.megatron.specs as specs
 
@@ -111,52 +115,17 @@ def make_trainee(config: TrainConfig, *, megatron_router: bool = False) -> Any:
         return build_trainee(config, source)
 
 
-def our_loop(config: TrainConfig, trainee: Any, root: Path) -> Iterator[None]:
-    """A step of the training loop at each `next`."""
-    from megatron.core import parallel_state as mpu
-
-    from btx_nemo.data.datasets import build_datasets
-    from btx_nemo.data.sampler import batches, num_microbatches
-    from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars
-    from btx_nemo.train.routing import collect_routing, reset_routing
+def our_run(config: TrainConfig) -> Any:
+    """The run that `btx-nemo train` would make of it."""
+    from btx_nemo.train.prepare import prepare
+    from btx_nemo.train.run import Run
     from btx_nemo.train.signals import StopRequest
-    from btx_nemo.train.step import train_step
 
-    assert config.model is not None
-    sizes = {"micro_batch_size": config.micro_batch_size, "global_batch_size": config.global_batch_size}
-    dp = {"dp_rank": mpu.get_data_parallel_rank(), "dp_size": mpu.get_data_parallel_world_size()}
-    train_set, _ = build_datasets(
-        Path(config.data.path),
-        {"a": 1.0, "b": 1.0},
-        seq_length=config.data.seq_length,
-        train_samples=config.steps * config.global_batch_size,
-        valid_samples=1,
-        cache_dir=root / "cache",
-        vocab_size=config.model.vocab_size,
-    )
-    data = batches(train_set, consumed_samples=0, **sizes, **dp)
-    microbatches = num_microbatches(**sizes, dp_size=dp["dp_size"])
-    metrics, stop = MetricsFile(root / f"metrics-{os.getpid()}.jsonl", resumed_at=0), StopRequest()
-    tokens = config.global_batch_size * config.data.seq_length
-    bar = TrainProgress(total=config.steps, done=0, name="", tokens_per_step=tokens, show=False, every=LOG_EVERY)
-    step, load = 0, ""
-    while True:
-        reset_routing(trainee.gpt)
-        result = train_step(
-            trainee,
-            data,
-            microbatches=microbatches,
-            micro_batch_size=config.micro_batch_size,
-            seq_length=config.data.seq_length,
-            flags=lambda: (stop.asked,),
-        )
-        step += 1
-        if step % LOG_EVERY == 0:
-            routing = collect_routing(trainee.gpt, config.model)
-            metrics.write({"step": step, "loss": result.loss, "load": routing.load if routing else None})
-            load = load_bars(routing.load) if routing else ""
-        bar.update(step, f"loss {result.loss:.3f}  grad {result.grad_norm:.2f}{load}")
-        yield
+    prepared = prepare(config)
+    prepared.out.mkdir(exist_ok=True)
+    run = Run(config, prepared, StopRequest())
+    run.build()
+    return run
 
 
 def bare_loop(config: TrainConfig, trainee: Any) -> Iterator[None]:
@@ -194,10 +163,10 @@ def bare_loop(config: TrainConfig, trainee: Any) -> Iterator[None]:
         yield
 
 
-def compare(ours: Iterator[None], bare: Iterator[None], pairs: int) -> dict[str, float]:
+def compare(ours: Iterator[Any], bare: Iterator[None], pairs: int) -> dict[str, float]:
     """Median seconds a step of both, and the median over pairs of the ratio, by wall clock and by processor time."""
     times: dict[str, list[tuple[float, float]]] = {"ours": [], "bare": []}
-    loops = [("ours", ours), ("bare", bare)]
+    loops: list[tuple[str, Iterator[Any]]] = [("ours", ours), ("bare", bare)]
     for _, loop in loops * 3:
         next(loop)  # not counted: the first steps allocate
     for number in range(pairs):
@@ -248,10 +217,12 @@ def main() -> None:
             with parallel_state(layout, seed=1):  # waits for the first rank, which makes the data
                 folder = [root]
                 torch.distributed.broadcast_object_list(folder)
-                config = make_config(options, layout, Path(folder[0]) / "data", mixture)
-                trainee = make_trainee(config)
-                rival = make_trainee(config, megatron_router=True) if other else trainee
-                facts = compare(our_loop(config, trainee, Path(folder[0])), bare_loop(config, rival), options.pairs)
+                place = Path(folder[0])
+                config = make_config(options, layout, place / "data", place / label, mixture)
+                run = our_run(config)
+                rival = with_megatrons_router(config) if other else run.trainee
+                with run.hang, run.reporting(0), contextlib.redirect_stderr(io.StringIO()):
+                    facts = compare(run.steps(0), bare_loop(config, rival), options.pairs)
             if first:
                 print(
                     f"{label:28} {1e3 * facts['ours']:>8.1f} {1e3 * facts['bare']:>8.1f} "

@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.files import read_json
-from btx_nemo.checkpoints.manifest import MANIFEST, read_manifest
+from btx_nemo.checkpoints.manifest import MANIFEST, read_manifest, verify_checksums
 from btx_nemo.plan.progress import human_bytes
 
 
-def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
+def inspect_checkpoint(folder: str | Path, *, checksums: bool = False) -> dict[str, Any]:
     """Facts of a Hugging Face folder, a mixture, a Megatron checkpoint or a run directory (its latest checkpoint).
 
     Keys: path, kind, family, dtype, bytes, parameters {total, active, parts}, model (the architecture), moe (experts
     with their origin, top_k, router) or None, training (step, optimizer state) or None, tokenizer, made_by (manifest)
-    or None, sources (name -> path, layout_sha256) of what it was made of. JSON values only.
-    Raises UserError when the folder is not complete, or is none of these.
+    or None, sources (name -> path, layout_sha256) of what it was made of. JSON values only. With `checksums` every file
+    is compared with the manifest's, and `checksums` says how many were.
+    Raises UserError when the folder is not complete, or is none of these, or a file differs from its checksum.
     """
     from btx_nemo.families.parameters import count_parameters
     from btx_nemo.families.source import open_source
@@ -61,6 +62,7 @@ def inspect_checkpoint(folder: str | Path) -> dict[str, Any]:
         "tokenizer": any(source.tokenizer.glob("tokenizer*")) if source.tokenizer.is_dir() else False,
         "made_by": {k: v for k, v in manifest.items() if k not in ("files", "sources")} if manifest else None,
         "sources": _sources(manifest),
+        **({"checksums": verify_checksums(source.folder, manifest or {"files": {}})} if checksums else {}),
     }
 
 
@@ -143,6 +145,9 @@ def print_inspection(facts: Mapping[str, Any]) -> None:
         step = "weights only" if training["step"] is None else f"step {training['step']}"
         finished = {True: ", finished", False: ", not finished", None: ""}[training.get("finished")]
         print(f"training: {step}, {state} optimizer state{finished}")
+    if "checksums" in facts:
+        held = f"{facts['checksums']} files are as they were written" if facts["checksums"] else "the manifest has none"
+        print(f"checksums: {held}")
     made_by = facts["made_by"]
     if made_by:
         print(f"made by: {made_by.get('tool')} {made_by.get('tool_version')} ({made_by.get('kind')})")

@@ -20,16 +20,25 @@ EDITABLE = (".json", ".jinja", ".txt", ".md", ".yaml")
 """Kinds of files that people change afterwards (a chat template, generation settings): only their presence is held."""
 
 
-def write_manifest(folder: Path, *, kind: str, extra: Mapping[str, Any] | None = None) -> None:
+def write_manifest(
+    folder: Path,
+    *,
+    kind: str,
+    extra: Mapping[str, Any] | None = None,
+    digests: Mapping[str, str] | None = None,
+) -> None:
     """Write the manifest of a finished folder: `kind` ("mix", "import", "export", "checkpoint") and file sizes.
 
-    `extra` holds further JSON values: recipe, sources, seed, dropped...
+    `extra` holds further JSON values: recipe, sources, seed, dropped... With `digests`, SHA-256 by file name as far as
+    known, every file's is in it.
     """
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST:
             files[name] = {"size": path.stat().st_size}
+            if digests is not None:
+                files[name]["sha256"] = digests.get(name) or sha256_of(path)
     table = {
         "manifest_version": VERSION,
         "tool": "btx_nemo",
@@ -62,6 +71,31 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if size != facts.get("size") and at.suffix not in EDITABLE:
             raise UserError(f"{at}: {size} bytes, but {MANIFEST} says {facts.get('size')}; copy the folder again")
     return table
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    digest, block = hashlib.sha256(), bytearray(1 << 20)
+    with path.open("rb") as file:
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+    return digest.hexdigest()
+
+
+def verify_checksums(folder: Path, table: Mapping[str, Any], *, part: int = 0, parts: int = 1) -> int:
+    """Compare files of a folder with the checksums in its manifest, every `parts`-th from `part` on; returns how many.
+
+    Raises UserError at the first that differs. Files that people edit, and manifests without checksums, have none.
+    """
+    named = sorted(name for name, facts in table["files"].items() if "sha256" in facts)
+    mine = [name for name in named[part::parts] if Path(name).suffix not in EDITABLE]
+    for name in mine:
+        if sha256_of(folder / name) != table["files"][name]["sha256"]:
+            raise UserError(
+                f"{folder / name}: its bytes are not those that were written (SHA-256 in {MANIFEST}); copy it "
+                "again, or use another checkpoint"
+            )
+    return len(mine)
 
 
 def source_facts(path: Path, layout: Mapping[str, Any]) -> dict[str, Any]:

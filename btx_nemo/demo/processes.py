@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from btx_nemo.errors import BtxError, UserError
-from btx_nemo.launch.processes import end_with_parent
+from btx_nemo.processes import end_with_parent
 
 
 @dataclass(frozen=True)

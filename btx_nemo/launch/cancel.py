@@ -9,7 +9,7 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
-from btx_nemo.launch.processes import started
+from btx_nemo.processes import started
 
 
 def cancel(runs: Path, stages: Sequence[str]) -> None:

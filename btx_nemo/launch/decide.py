@@ -10,9 +10,9 @@ from pathlib import Path
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
 from btx_nemo.launch.identity import Made, made_of, refusal
-from btx_nemo.launch.processes import started
 from btx_nemo.launch.slurm import Live
 from btx_nemo.launch.state import Submitted
+from btx_nemo.processes import started
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from btx_nemo.launch import state
 from btx_nemo.launch.batches import Submission
 from btx_nemo.launch.decide import Todo, line
 from btx_nemo.launch.logs import last_words
-from btx_nemo.launch.processes import end_with_parent, started
+from btx_nemo.processes import end_with_parent, started
 
 ERRORS: dict[int, type[BtxError]] = {e.exit_code: e for e in (UserError, EnvironmentLacks, Stopped)}
 POLL_SECONDS = 0.1

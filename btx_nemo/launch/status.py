@@ -19,7 +19,7 @@ from rich.text import Text
 
 from btx_nemo.launch import slurm, state
 from btx_nemo.launch.logs import last_words, tail
-from btx_nemo.launch.processes import started
+from btx_nemo.processes import started
 
 COLUMNS = ("stage", "state", "job", "node", "step", "loss", "tokens/s", "restarts", "time left", "note")
 COLORS = {"done": "green", "running": "cyan", "failed": "red", "lost": "red"}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -90,18 +88,19 @@ def mend_mixed_dtypes(optimizer: Any) -> None:
                 part.model_param_group_index_map[parameter] = (index, order)
 
 
-@contextlib.contextmanager
-def writer_without_manager() -> Iterator[None]:
-    """While entered, Megatron's checkpoint writer collects its results in this process.
+def planned_save(state: dict[str, Any], folder: str, metadata: dict[str, Any], results: Any) -> Any:
+    """Megatron's request for a save that is yet to be carried out: what to write, and how to finish. Collective.
 
-    It starts a manager process for that, of use only to asynchronous saves, which outlives a killed run for ever and,
-    worse, dies of a signal to the whole job (Slurm's SIGTERM), so that the checkpoint on request would fail.
+    The writer leaves its results in `results` (put, get_nowait). Without it, Megatron starts a manager process for a
+    queue, which outlives a killed run for ever and, worse, dies of a signal to the whole job (Slurm's SIGTERM).
     """
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    how = supported(dist_checkpointing.save, async_strategy="mcore")  # 0.19's default is a package of its own
     before = filesystem_async._results_queue
-    filesystem_async._results_queue = queue.Queue()
+    filesystem_async._results_queue = results
     try:
-        yield
+        return dist_checkpointing.save(state, folder, async_sharded_save=True, content_metadata=metadata, **how)
     finally:
         filesystem_async._results_queue = before

@@ -92,8 +92,10 @@ def context_parallel_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def parallel_state(layout: LayoutConfig, *, seed: int) -> Iterator[None]:
+def parallel_state(layout: LayoutConfig, *, seed: int, timeout_minutes: int = 30) -> Iterator[None]:
     """torch.distributed and Megatron's process groups for `layout` while entered, torn down on leaving.
+
+    A collective fails that waits for other ranks longer than `timeout_minutes`.
 
     Reads RANK, WORLD_SIZE and MASTER_* as torchrun sets them; without them this process is the only rank. Joins a
     torch.distributed that is initialised already, and then leaves it as it was.
@@ -101,7 +103,7 @@ def parallel_state(layout: LayoutConfig, *, seed: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(cpu_platform())
         if not dist.is_initialized():
-            _init_distributed()
+            _init_distributed(timeout_minutes)
             stack.callback(dist.destroy_process_group)
         from megatron.core import parallel_state as mpu
         from megatron.core import tensor_parallel
@@ -113,14 +115,15 @@ def parallel_state(layout: LayoutConfig, *, seed: int) -> Iterator[None]:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            distributed_timeout_minutes=timeout_minutes,
         )
         stack.callback(mpu.destroy_model_parallel)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         yield
 
 
-def _init_distributed() -> None:
-    minutes = datetime.timedelta(minutes=int(os.environ.get("BTX_DIST_TIMEOUT_MINUTES", "30")))
+def _init_distributed(timeout_minutes: int) -> None:
+    minutes = datetime.timedelta(minutes=timeout_minutes)
     select_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ:
         dist.init_process_group(backend(), timeout=minutes)

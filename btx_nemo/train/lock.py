@@ -17,7 +17,8 @@ LOCK = ".lock"
 def claimed(out: Path) -> Iterator[bool]:
     """Makes `out` if need be and holds its lock while entered; yields whether it was made. First rank of a job only.
 
-    The lock ends with the process, however that ends. Raises UserError when another process holds it.
+    The lock ends with the process, however that ends, and those that it started and that outlive it do not have it.
+    Raises UserError when another process holds it.
     """
     if int(os.environ.get("RANK", "0")):
         yield False
@@ -26,7 +27,7 @@ def claimed(out: Path) -> Iterator[bool]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / LOCK).open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
             raise UserError(f"out={out}: another process trains in it; wait for it, or choose another out") from None
         yield made

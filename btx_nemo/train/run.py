@@ -20,13 +20,16 @@ from btx_nemo.data.sampler import batches, num_microbatches
 from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
-from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint
 from btx_nemo.train.contents import blend_of
+from btx_nemo.train.failure import first_cause, forget
+from btx_nemo.train.hang import HangDetector, timeout_minutes
 from btx_nemo.train.length import with_steps
 from btx_nemo.train.lock import claimed
 from btx_nemo.train.prepare import Prepared, prepare
 from btx_nemo.train.report import Report
 from btx_nemo.train.routing import collect_routing, frozen_with_losses, reset_routing
+from btx_nemo.train.saving import Saver
 from btx_nemo.train.setup import build_trainee
 from btx_nemo.train.signals import StopRequest
 from btx_nemo.train.step import StepResult, train_step
@@ -46,15 +49,20 @@ def train(config: TrainConfig) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{prepared.out}: done already (remove the folder to train again)")
         return
-    with claimed(prepared.out) as made, parallel_state(config.layout, seed=config.seed), StopRequest() as stop:
+    groups = parallel_state(config.layout, seed=config.seed, timeout_minutes=timeout_minutes(config.robust))
+    with claimed(prepared.out) as made, groups, StopRequest() as stop:
         run = Run(config, prepared, stop)
-        try:
-            run.build()
-        except UserError:
-            if made:  # what only building could find out: leave nothing that the next try has to agree with
-                shutil.rmtree(prepared.out, ignore_errors=True)
-            raise
-        run.go()
+        with first_cause(run.out, run.rank, lambda: run.hang.last), run.hang:
+            try:
+                run.build()
+            except UserError:
+                if made:  # what only building could find out: leave nothing that the next try has to agree with
+                    shutil.rmtree(prepared.out, ignore_errors=True)
+                raise
+            try:
+                run.go()
+            finally:
+                run.saver.abandon()
 
 
 class Run:
@@ -64,9 +72,13 @@ class Run:
         self.config, self.prepared, self.stop = config, prepared, stop
         self.model: ModelConfig = prepared.source.model
         self.out = prepared.out
-        self.first = dist.get_rank() == 0
+        self.rank = dist.get_rank()
+        self.first = self.rank == 0
         self.watch = Watch(config.robust)
+        self.saver = Saver(self.out, config.checkpoint, self.model, prepared.tokenizer)
+        self.hang = HangDetector(self.out, self.rank, config.robust.hang_seconds)
         if self.first:
+            forget(self.out)
             save_resolved(config, self.out / "resolved.yaml")
         dist.barrier()
 
@@ -89,13 +101,18 @@ class Run:
             document_mask=config.data.document_mask,
             sample=config.data.sample,
         )
+        self.hang.beat("opening the data")
         self.trainee = build_trainee(config, self.prepared.source, documents=self.prepared.documents)
+        self.hang.beat("building the model")
 
     def go(self) -> None:
         """From the last checkpoint, where there is one, to the end."""
         checkpoint = latest_checkpoint(self.out)
-        step, watched = load_checkpoint(checkpoint, self.trainee) if checkpoint else (0, {})
-        self.watch.load_state(watched)
+        step = 0
+        if checkpoint is not None:
+            verify = self.config.checkpoint.verify
+            step, watched = load_checkpoint(checkpoint, self.trainee, steps=self.config.steps, verify=verify)
+            self.watch.load_state(watched)
         with self.reporting(step):
             for domain, content in self.prepared.contents.items():
                 self.report.say(f"{domain}: {content.text(self.config.data.seq_length)}")
@@ -107,7 +124,7 @@ class Run:
             if step == 0:
                 self._validate(0)
             if checkpoint is None and self.config.steps == 0:  # a run of no steps still leaves its model
-                self._save(0)
+                self._save(0, wait=True)
             for _ in self.steps(step):
                 pass
         self._finish()
@@ -140,15 +157,17 @@ class Run:
                 step=step,
                 seed=config.seed,
                 datasets=datasets,
-                flags=lambda: (self.stop.asked,),
+                flags=lambda: (self.stop.asked, self.saver.writing),
             )
             step += 1
+            self.hang.beat(f"step {step}")
             self._see(step, result)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 self._validate(step)
-            (stop,) = result.flags
+            stop, writing = result.flags
+            self.saver.poll(writing)
             if stop or step == config.steps or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                self._save(step)
+                self._save(step, wait=stop)
             if stop and step < config.steps:
                 raise Stopped(f"{self.out}: stopped on request after step {step}; the same command resumes")
             yield result
@@ -174,6 +193,7 @@ class Run:
             ids = batch_ids(self.train_set, self.domains, range((step - 1) * size, step * size)) if self.first else []
             self.report.skip(step, result, ids, self.watch.skipped)
         if self.watch.broken or (result.ok and not result.finite):
+            self.saver.finish()
             saved = latest_checkpoint(self.out)
             raise CheckFailed(
                 f"{self.out}: training broke down at step {step} (loss {result.loss}, gradient norm "
@@ -186,17 +206,13 @@ class Run:
 
     def _validate(self, step: int) -> None:
         self.report.validation(step, validate(self.trainee, self.config, self.model, self.valid_sets))
+        self.hang.beat(f"the validation of step {step}")
 
-    def _save(self, step: int) -> None:
-        save_checkpoint(
-            self.out,
-            self.trainee,
-            step,
-            self.model,
-            self.prepared.tokenizer,
-            self.config.checkpoint.keep,
-            watched=self.watch.state(),
-        )
+    def _save(self, step: int, *, wait: bool) -> None:
+        last = step == self.config.steps
+        progress = {"step": step, "watched": self.watch.state()}
+        self.saver.save(self.trainee, progress, last=last, wait=wait or last)
+        self.hang.beat(f"the checkpoint of step {step}")
 
     def _finish(self) -> None:
         """Exports when asked, then writes DONE: a killed run that lacks it does this again. The other ranks go home."""

@@ -16,9 +16,9 @@ from btx_nemo.launch import slurm, state, status
 from btx_nemo.launch.cancel import cancel
 from btx_nemo.launch.logs import last_words, show_logs
 from btx_nemo.launch.losses import losses
-from btx_nemo.launch.processes import started
 from btx_nemo.launch.state import Submitted, save_pipeline, save_submitted
 from btx_nemo.launch.status import Row, rows, show_status
+from btx_nemo.processes import started
 
 
 @pytest.fixture

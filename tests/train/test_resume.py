@@ -17,7 +17,7 @@ from btx_testing.runs import TinyWorld, logged_step, metrics, saved_step, weight
 from btx_testing.tensors import temporaries
 
 DEATH = "btx_testing.death:at?"
-RUN, CHECKPOINT = "btx_nemo.train.run", "btx_nemo.train.checkpoint"
+RUN, SAVING = "btx_nemo.train.run", "btx_nemo.train.saving"
 LONG = {"steps": 60, "checkpoint__every": 20}
 
 
@@ -97,11 +97,11 @@ def test_a_mixture_on_two_ranks_whose_second_rank_is_killed(
     [
         pytest.param(f"{RUN}:save_resolved:1", 0, id="before-the-configuration"),
         pytest.param(f"{RUN}:build_trainee:1", 0, id="before-the-first-step"),
-        pytest.param(f"{CHECKPOINT}:save_model_config:1", 0, id="first-checkpoint-without-latest"),
-        pytest.param(f"{CHECKPOINT}:write_manifest:2", 4, id="before-the-manifest"),
-        pytest.param(f"{CHECKPOINT}:fsync_tree:2", 4, id="before-the-rename"),
-        pytest.param(f"{CHECKPOINT}:_point_to:2", 4, id="before-latest"),
-        pytest.param(f"{CHECKPOINT}:_prune:2", 8, id="before-pruning"),
+        pytest.param(f"{SAVING}:save_model_config:1", 0, id="first-checkpoint-without-latest"),
+        pytest.param(f"{SAVING}:write_manifest:2", 4, id="before-the-manifest"),
+        pytest.param(f"{SAVING}:fsync_tree:2", 4, id="before-the-rename"),
+        pytest.param(f"{SAVING}:_point_to:2", 4, id="before-latest"),
+        pytest.param(f"{SAVING}:_prune:2", 8, id="before-pruning"),
         pytest.param("btx_nemo.train.metrics:MetricsFile.write:13", 8, id="before-a-metric"),
         pytest.param("btx_nemo.convert.to_hf:write_manifest:1", 12, id="while-exporting"),
         pytest.param(f"{RUN}:write_file:1", 12, id="before-DONE"),
@@ -127,7 +127,7 @@ def test_an_abandoned_future_does_not_push_out_the_present(
     """Step 8 is whole but not yet `latest`; the run starts again from 4 and is stopped at 6, with keep=1."""
     out = tmp_path / "run"
     arguments = world.arguments("tiny_expert", out)
-    assert commands.run(*arguments, before=f"{DEATH}{CHECKPOINT}:_point_to:2").code == -signal.SIGKILL
+    assert commands.run(*arguments, before=f"{DEATH}{SAVING}:_point_to:2").code == -signal.SIGKILL
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
     assert commands.run(*arguments, before=f"btx_testing.death:term_at?{RUN}:train_step:2").code == 75
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000006"]
@@ -135,8 +135,9 @@ def test_an_abandoned_future_does_not_push_out_the_present(
     assert_same_run(out, whole)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
-    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path, asynchronous: bool
 ) -> None:
     out = tmp_path / "disk" / "run"
     out.parent.mkdir()
@@ -145,7 +146,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
     if mounted.returncode:
         pytest.skip("needs the right to mount a small tmpfs (root)")
     try:
-        arguments = world.arguments("tiny_expert", out)
+        arguments = world.arguments("tiny_expert", out, checkpoint__asynchronous=asynchronous)
         ended = commands.run(*arguments)
         assert ended.code == 2, ended.err
         assert (
@@ -163,7 +164,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
 def test_killed_while_megatron_writes(world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = world.arguments("tiny_expert", out)
-    pattern = f"{out}/checkpoints/.step_00000008.partial/*.distcp"
+    pattern = f"{out}/checkpoints/.step_00000008.tmp-*/*.distcp"
     ended = commands.run(*arguments, before=f"btx_testing.death:while_writing?{pattern}")
     assert ended.code == -signal.SIGKILL
     assert saved_step(out) == 4

@@ -16,6 +16,27 @@ def at(place: str) -> None:
     _patch(place, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def on_rank(order: str) -> None:
+    """One of these on one rank alone: "RANK FUNCTION ARGUMENT"."""
+    rank, function, argument = order.split(" ")
+    if os.environ.get("RANK", "0") == rank:
+        globals()[function](argument)
+
+
+def raise_at(place: str) -> None:
+    """A bug: an exception before call number n."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug that a test put here")
+
+    _patch(place, fail)
+
+
+def hang_at(place: str) -> None:
+    """Nothing any more, before call number n."""
+    _patch(place, lambda: time.sleep(1000))
+
+
 def term_at(place: str) -> None:
     """Sends SIGTERM to the whole process group, as Slurm does, before call number n."""
     _patch(place, lambda: os.killpg(0, signal.SIGTERM))
@@ -101,3 +122,51 @@ def poison_at(places: str) -> None:
         return result
 
     run.train_step = poisoned
+
+
+def slow_steps(seconds: str) -> None:
+    """Each step takes so much longer."""
+    import btx_nemo.train.run as run
+
+    train_step = run.train_step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(float(seconds))
+        return train_step(*args, **kwargs)
+
+    run.train_step = slow
+
+
+def slow_writer(order: str) -> None:
+    """Each writer of a checkpoint takes so much longer, and this process is killed before a call: "SECONDS@PLACE"."""
+    import btx_nemo.train.writer as writer
+
+    seconds, _, place = order.partition("@")
+    write = writer._write
+
+    def slow(*args: Any) -> None:
+        time.sleep(float(seconds))
+        write(*args)
+
+    writer._write = slow
+    at(place)
+
+
+def writer_killed(number: str) -> None:
+    """The writer of checkpoint number n is killed before it has written anything."""
+    import btx_nemo.train.writer as writer
+
+    write, started = writer._write, writer.Writer.__init__
+    count = 0
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        started(*args)
+
+    def killed(*args: Any) -> None:
+        if count == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args)
+
+    writer.Writer.__init__, writer._write = counted, killed

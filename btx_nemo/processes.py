@@ -12,19 +12,19 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def end_with_parent() -> Callable[[], None]:
-    """For `subprocess.Popen(preexec_fn=...)`: the child gets SIGTERM when this process dies, by SIGKILL too.
+def end_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
+    """For a child to call first: it gets a signal when this process dies, by SIGKILL too.
 
-    Linux; elsewhere it does nothing. Ranks save a checkpoint on it, and torchrun passes it on to its ranks.
+    Linux; elsewhere it does nothing. Ranks save a checkpoint on SIGTERM, and torchrun passes it on to its ranks.
     """
     parent = os.getpid()
 
     def prepare() -> None:
         prctl = getattr(_LIBC, "prctl", None)
         if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            prctl(PR_SET_PDEATHSIG, number)
             if os.getppid() != parent:  # it died before that
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
 
     return prepare
 

@@ -1,0 +1,80 @@
+"""A rank that fails, is lost or hangs ends the job, and one line says what came first."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from btx_testing.commands import CommandServer, Ended
+from btx_testing.runs import TinyWorld, saved_step, weights
+
+from btx_nemo.train.hang import CODE
+
+STEP = "btx_nemo.train.run:train_step:6"
+
+
+def start(world: TinyWorld, commands: CommandServer, out: Path, before: str, **options: object) -> list[Ended]:
+    """Two ranks, on the second of which something happens in step 6."""
+    arguments = world.arguments("tiny_mix", out, layout__ep=2, **options)
+    order = f"btx_testing.death:on_rank?1 {before} {STEP}"
+    return [rank.wait() for rank in commands.start_ranks(2, *arguments, before=order)]
+
+
+def lines(ends: list[Ended]) -> list[str]:
+    return [line for ended in ends for line in ended.err.splitlines() if line.startswith("btx-nemo train:")]
+
+
+def cause(out: Path) -> dict:
+    return json.loads((out / "failure.json").read_text())
+
+
+def test_a_killed_rank_is_told_by_another(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """It dies where the other waits for it in a collective; the run resumes to the same bits."""
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    first, second = start(world, commands, out, "at")
+    assert (first.code, second.code) == (1, -signal.SIGKILL)
+    (line,) = lines([first, second])
+    assert "rank 0 on " in line and "after step 5: another rank was lost" in line
+    assert "Traceback" not in first.err and "Traceback" in (out / "failure-rank-0.txt").read_text()
+    assert cause(out)["rank"] == 0
+    assert saved_step(out) == 4
+    for target in (out, whole):
+        for ended in commands.run_ranks(2, *world.arguments("tiny_mix", target, layout__ep=2)):
+            assert ended.code == 0, ended.err
+    assert weights(out) == weights(whole)
+    assert not list(out.glob("failure*"))
+
+
+def test_a_bug_on_one_rank_is_told_once(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """By the rank that has it, with the traceback in a file; the other, which loses it, is silent."""
+    out = tmp_path / "run"
+    ends = start(world, commands, out, "raise_at")
+    assert [ended.code for ended in ends] == [1, 1]
+    (line,) = lines(ends)
+    assert line in ends[1].err
+    assert "rank 1 on " in line and "after step 5: ZeroDivisionError: a bug that a test put here" in line
+    assert "raise ZeroDivisionError" in (out / "failure-rank-1.txt").read_text()
+    assert cause(out)["rank"] == 1
+    assert saved_step(out) == 4
+
+
+def test_a_hang_ends_the_run(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """With one line, the stacks of all threads, and a code that is not 0."""
+    out = tmp_path / "run"
+    ends = start(world, commands, out, "hang_at", robust__hang_seconds=6)
+    assert {ended.code for ended in ends} in ({CODE}, {CODE, 1})
+    (line,) = lines(ends)
+    assert "after step 5 (robust.hang_seconds=6)" in line
+    hung = out / f"hang-rank-{cause(out)['rank']}.txt"
+    assert "in steps" in hung.read_text() and "in _watch" in hung.read_text()
+    assert saved_step(out) == 4
+
+
+@pytest.mark.slow
+def test_a_slow_run_is_no_hang(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """Twelve steps take longer than the limit, none of them does."""
+    before = "btx_testing.death:slow_steps?0.7"
+    ended = commands.run(*world.arguments("tiny_expert", tmp_path / "run", robust__hang_seconds=6), before=before)
+    assert ended.code == 0, ended.err

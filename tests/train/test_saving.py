@@ -1,0 +1,134 @@
+"""Checkpoints in the background, their checksums, and those with weights alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from btx_testing.commands import CommandServer, Ended
+from btx_testing.runs import TinyWorld, metrics, saved_step, weights
+
+from btx_nemo.checkpoints.manifest import sha256_of
+
+STEP = "btx_nemo.train.run:train_step"
+
+
+def ok(ended: Ended) -> Ended:
+    assert ended.code == 0, ended.err
+    return ended
+
+
+@pytest.fixture(scope="module")
+def whole(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture's run on two ranks that waits for its checkpoints; read only."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    for ended in commands.run_ranks(2, *world.arguments("tiny_mix", out, layout__ep=2)):
+        ok(ended)
+    return out
+
+
+def test_written_in_the_background_it_is_the_same(
+    world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path
+) -> None:
+    """File by file, although training went on in the meantime; killed in the middle of the third one, too."""
+    out = tmp_path / "run"
+    options = {"layout__ep": 2, "checkpoint__asynchronous": True, "checkpoint__keep": 3}
+    arguments = world.arguments("tiny_mix", out, **options)
+    slow = commands.start_ranks(2, *arguments, before=f"btx_testing.death:slow_writer?0.3@{STEP}:12")
+    assert {process.wait().code for process in slow} == {-signal.SIGKILL}
+    assert saved_step(out) in (4, 8)
+    for ended in commands.run_ranks(2, *arguments):
+        ok(ended)
+    assert weights(out) == weights(whole)
+    assert metrics(out) == metrics(whole)
+    assert saved_step(out) == 12
+    theirs = whole / "checkpoints" / "step_00000012"
+    for path in theirs.glob("*.distcp"):
+        assert path.read_bytes() == (out / "checkpoints" / "step_00000012" / path.name).read_bytes()
+
+
+def test_training_does_not_wait(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """A writer that never ends: three steps later the run is killed, with nothing saved and nothing half."""
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out, checkpoint__asynchronous=True)
+    ended = commands.run(*arguments, before=f"btx_testing.death:slow_writer?1000@{STEP}:8")
+    assert ended.code == -signal.SIGKILL
+    assert [record["step"] for record in metrics(out)][-1] == 7
+    assert saved_step(out) == 0
+    assert [path.name.startswith(".step_00000004.tmp-") for path in (out / "checkpoints").iterdir()] == [True]
+    ok(commands.run(*arguments))
+
+
+def test_a_writer_that_is_killed_fails_the_run(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+    """As a machine short of memory may do; the checkpoint before is as it was."""
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_expert", out, checkpoint__asynchronous=True)
+    ended = commands.run(*arguments, before="btx_testing.death:writer_killed?2")
+    assert ended.code == 1, ended.err
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("btx-nemo train:")]
+    assert "a checkpoint could not be written" in line
+    assert saved_step(out) == 4
+    ok(commands.run(*arguments))
+
+
+def test_every_file_has_its_checksum(commands: CommandServer, whole: Path) -> None:
+    (folder,) = (whole / "checkpoints").iterdir()
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert set(files) == there - {"manifest.json"}
+    for name, facts in files.items():
+        assert facts["sha256"] == hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    ended = ok(commands.run("inspect", whole, "--checksums"))
+    assert "files are as they were written" in ended.out
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_changed_bit_is_found(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path, whole: Path, rank: int
+) -> None:
+    """In a file of either rank; sizes alone would not tell."""
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
+    (out / "DONE").unlink()
+    path = next((out / "checkpoints" / "step_00000012").glob(f"__{rank}_*.distcp"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    ended = commands.run("inspect", out, "--checksums")
+    assert ended.code == 2 and str(path) in ended.err and ended.err.count("\n") == 1
+    arguments = world.arguments("tiny_mix", out, layout__ep=2, checkpoint__verify=True)
+    ends = [process.wait() for process in commands.start_ranks(2, *arguments)]
+    assert [ended.code for ended in ends] == [2, 2]
+    assert f"{path}: its bytes are not those that were written" in ends[0].err
+
+
+def test_weights_alone_at_the_end(world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path) -> None:
+    """The checkpoints on the way have the optimizer; the last one is a third, ends the run and starts another."""
+    out = tmp_path / "run"
+    arguments = world.arguments("tiny_mix", out, layout__ep=2, checkpoint__optimizer=False, checkpoint__keep=2)
+    before = "btx_testing.death:on_rank?0 at btx_nemo.train.run:write_file:1"  # DONE
+    assert commands.start_ranks(2, *arguments, before=before)[0].wait().code == -signal.SIGKILL
+    size = {
+        folder.name: sum(path.stat().st_size for path in folder.glob("*.distcp"))
+        for folder in (out / "checkpoints").iterdir()
+    }
+    assert size["step_00000012"] < 0.45 * size["step_00000008"]
+    for ended in commands.run_ranks(2, *arguments):
+        ok(ended)
+    assert weights(out) == weights(whole)
+
+    (out / "DONE").unlink()
+    manifest = out / "checkpoints" / "step_00000012" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 12', '"step": 11'))
+    ended = commands.run(*world.arguments("tiny_mix", out))
+    assert ended.code == 2 and "has weights alone" in ended.err and ended.err.count("\n") == 1
+    ok(commands.run(*world.arguments("tiny_mix", tmp_path / "next", init_from=out, steps=2, optim__warmup_steps=0)))
+
+
+def test_checksums_of_files_larger_than_a_block(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 12345
+    (tmp_path / "file").write_bytes(data)
+    assert sha256_of(tmp_path / "file") == hashlib.sha256(data).hexdigest()
