@@ -11,11 +11,12 @@ from btx_testing import jobs
 from btx_testing.chats import chat_domain, chat_tokenizer
 from btx_testing.commands import CommandServer
 from btx_testing.encoded import read_shared
-from btx_testing.models import hf_logits, make_llama, probe_tokens
+from btx_testing.models import make_llama, probe_tokens
 from btx_testing.pool import RankPool
 from btx_testing.runs import SIZES, VOCAB, TinyWorld
 from btx_testing.vectors import golden
 
+from btx_nemo.convert.logits import hf_logits
 from btx_nemo.families import names
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.run import run_mix
