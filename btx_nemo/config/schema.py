@@ -58,11 +58,27 @@ class OptimConfig:
     min_lr: float = 0.0
     """Learning rate at the end of the decay."""
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Length of the linear warm-up, from 0."""
     decay: str = "cosine"
-    """Shape of the decay after the warm-up: cosine, linear or constant."""
+    """Shape of the decay after the warm-up: cosine, linear, constant, or wsd, which stays at `lr` until it anneals."""
+    decay_steps: int | None = None
+    """Where the decay ends, warm-up included; the rate is `min_lr` from there on. null: with the run."""
+    anneal_steps: int | None = None
+    """How long before that decay=wsd anneals from `lr` to `min_lr`."""
+    anneal: str = "linear"
+    """Shape of it: linear, cosine, exponential or minus_sqrt."""
+    schedule_unit: str = "steps"
+    """What warmup_steps, decay_steps and anneal_steps count: steps, samples or tokens."""
+    router_lr: float | None = None
+    """Peak learning rate of the routers, on the same schedule; null: `lr`."""
+    router_min_lr: float | None = None
+    """Their rate at the end of the decay; null: as far below router_lr as min_lr is below lr."""
     weight_decay: float = 0.1
-    """Decoupled weight decay; norms and biases have none."""
+    """Decoupled weight decay; norms and biases have none, and routers only with decay_routers."""
+    decay_routers: bool = False
+    """Whether the routers' matrices have the weight decay, too."""
+    offload: float = 0.0
+    """Share of the optimizer's state and work that is kept on the CPU (DivMoE, stage 3: 1.0); for GPUs."""
     beta1: float = 0.9
     """AdamW's first moment."""
     beta2: float = 0.95
@@ -103,6 +119,11 @@ class MoEOverride:
     """The router's own settings."""
     shared_expert_intermediate_size: int | None = None
     """Width of the shared expert; a fresh one adds nothing at first. 0 for none."""
+    dispatcher: str = "alltoall"
+    """How tokens get to their experts: alltoall, allgather (for few ranks), or flex (DeepEP, on GPUs)."""
+    experts: str = "auto"
+    """Layers of the experts: sequential, grouped (one product for all; Transformer Engine's), or auto, which takes
+    grouped where it can be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +134,48 @@ class DropoutConfig:
     """Share of the embedding's output and of what attention and feed-forward blocks add (Switch's fine-tuning: 0.1)."""
     expert: float = 0.0
     """Share of the activations inside routed experts, before the down-projection (Switch's fine-tuning: 0.4)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Megatron's dynamic loss scale, for precision=fp16: a step whose gradients overflow is skipped."""
+
+    initial: float = 65536.0
+    """Where the scale starts."""
+    min: float = 1.0
+    """It does not fall below."""
+    window: int = 1000
+    """Steps without overflow after which it doubles."""
+    hysteresis: int = 2
+    """Overflows after which it halves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Matrix products in 8 bits, by Transformer Engine; routers stay fp32, weights are kept in bf16."""
+
+    format: str | None = None
+    """e4m3, hybrid (e5m2 for gradients), or null for none."""
+    recipe: str = "delayed"
+    """How values are scaled: delayed (by their history), tensorwise, blockwise or mxfp8."""
+    amax_history_len: int = 1024
+    """Steps of that history."""
+    amax_compute: str = "max"
+    """What of it counts: max or most_recent."""
+    margin: int = 0
+    """Powers of two that are left free above the largest value."""
+    wgrad: bool = True
+    """Whether the weights' gradients are computed in 8 bits, too."""
+    first_last_bf16: bool = False
+    """Leave the first and last layers in bf16; not with recipe=delayed."""
+    first_bf16: int = 1
+    """How many of the first."""
+    last_bf16: int = 1
+    """How many of the last."""
+    pad_routing: bool = False
+    """Fill up each expert's tokens by routing others to it with a gate of zero, instead of a copy inside the layer."""
+    param_gather: bool = False
+    """Keep weights in 8 bits: refused, see docs/precision.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +245,11 @@ class TrainConfig:
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Parallel layout."""
     precision: str = "fp32"
-    """fp32, or bf16 with fp32 main weights in the optimizer. A router is fp32 in both."""
+    """fp32; bf16 or fp16 with fp32 main weights in the optimizer, fp16 with a loss scale. A router is always fp32."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Loss scale of fp16."""
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    """FP8 beside precision=bf16."""
     recompute: str = "none"
     """What is computed again in the backward pass, which saves memory and changes nothing: none, selective (the
     `recompute_modules`) or full (all but each layer's input)."""
@@ -244,3 +311,5 @@ NO_EFFECT = (
     "recompute_modules",
 )
 """Keys of TrainConfig that change nothing in what is computed."""
+KERNELS = ("dispatcher", "experts")
+"""Keys of `TrainConfig.moe` that say how, and not what, is computed."""

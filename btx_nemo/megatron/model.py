@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import attention_factor, inverse_frequencies
 from btx_nemo.families.table import dense_width, padded_vocabulary
 from btx_nemo.megatron.compat import mark_experts, mark_tensor_parallel
+from btx_nemo.megatron.precision import DTYPES
 from btx_nemo.megatron.specs import block_spec
 from btx_nemo.routers import router_class
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTATION: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": dict(recompute_granularity="selective"),
@@ -35,8 +35,12 @@ def transformer_config(
     recompute: str = "none",
     recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none."""
+    """Megatron's TransformerConfig. Weights come from a plan (`load.py`), so it initialises none.
+
+    `settings` are further keywords for it, or other values for those of a mixture: `transformer_settings`.
+    """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -70,6 +74,7 @@ def transformer_config(
         pipeline_dtype=DTYPES[precision],
         params_dtype=DTYPES[precision],
         bf16=precision == "bf16",
+        fp16=precision == "fp16",
         perform_initialization=False,
         use_cpu_initialization=True,
         # Fusions that need Apex or CUDA kernels; Megatron's plain torch forms are exact everywhere.
@@ -77,7 +82,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_mixture_settings(model),
+        **{**_mixture_settings(model), **(settings or {})},
         **_window_settings(model),
         **RECOMPUTATION[recompute],
         recompute_modules=list(recompute_modules),
@@ -155,12 +160,14 @@ def build_model(
     recompute: str = "none",
     recompute_modules: Sequence[str] = ("core_attn",),
     per_token_loss: bool = False,
+    settings: Mapping[str, Any] | None = None,
     transformer_engine: bool | None = None,
     documents: bool = False,
 ) -> torch.nn.Module:
     """This rank's GPTModel, or its `Chunks` with layout.vpp > 1, weights undefined: `load_weights` fills them.
 
-    Needs `parallel_state` entered. `transformer_engine` and `documents` are `block_spec`'s.
+    Needs `parallel_state` entered. `settings` are `transformer_config`'s; `transformer_engine` and `documents` are
+    `block_spec`'s.
     """
     from megatron.core import parallel_state as mpu
 
@@ -171,6 +178,7 @@ def build_model(
         recompute=recompute,
         recompute_modules=recompute_modules,
         per_token_loss=per_token_loss,
+        settings=settings,
     )
     parts = []
     for number in range(layout.vpp):
@@ -180,6 +188,7 @@ def build_model(
             chunk_layers(model, layout, mpu.get_pipeline_model_parallel_rank(), number),
             transformer_engine=transformer_engine,
             context_parallel=layout.cp > 1,
+            grouped=config.moe_grouped_gemm,
             documents=documents,
         )
         parts.append(_gpt_model(model, config, spec, number if layout.vpp > 1 else None))

@@ -46,6 +46,16 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if has_gpu() else ""
 
 
+def capability() -> tuple[int, int] | None:
+    """Compute capability of this process's GPU; None where there is none."""
+    return torch.cuda.get_device_capability() if has_gpu() else None
+
+
+def cuda_version() -> str:
+    """CUDA that torch was built for; empty for none."""
+    return torch.version.cuda or ""
+
+
 def peak_memory() -> int:
     """Bytes: the most that tensors took on this process's GPU, or that the process took where there is none."""
     if has_gpu():

@@ -11,7 +11,7 @@ from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import plain_frequencies, scales_rope
 from btx_nemo.megatron.attention import gathered_keys_attention, plain_rope_attention, with_bias
-from btx_nemo.megatron.compat import has_transformer_engine, supported, with_linear_fc1, with_router
+from btx_nemo.megatron.compat import has_transformer_engine, with_linear_fc1, with_router
 from btx_nemo.megatron.norms import KeyNorm, PostNormAdd, QueryNorm, RMSNorm
 from btx_nemo.routers import router_class
 
@@ -23,12 +23,14 @@ def block_spec(
     *,
     transformer_engine: bool | None = None,
     context_parallel: bool = False,
+    grouped: bool = False,
     documents: bool = False,
 ) -> Any:
     """TransformerBlockSubmodules for the layers of this pipeline stage, by their number in the model.
 
-    `transformer_engine` chooses its layers or Megatron's own; None takes them where they are. With `documents`,
-    sequences may hold several, see `documents.py`.
+    `transformer_engine` chooses its layers or Megatron's own; None takes them where they are. `grouped` computes a
+    layer's experts by one matrix product, which only Transformer Engine's layers do. With `documents`, sequences may
+    hold several, see `documents.py`.
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -39,17 +41,19 @@ def block_spec(
     for layer in layers:
         kind = model.is_mixture(layer), scales_rope(model, layer)
         if kind not in kinds:
-            kinds[kind] = _layer(model, router, *kind, transformer_engine)
+            kinds[kind] = _layer(model, router, *kind, transformer_engine, grouped)
             if documents or (context_parallel and not transformer_engine):
                 kinds[kind] = _with_core_attention(kinds[kind], gathered_keys_attention())
         specs.append(kinds[kind])
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 
 
-def _layer(model: ModelConfig, router: RouterConfig, mixture: bool, scaled_rope: bool, transformer_engine: bool) -> Any:
+def _layer(
+    model: ModelConfig, router: RouterConfig, mixture: bool, scaled_rope: bool, transformer_engine: bool, grouped: bool
+) -> Any:
     """Megatron's layer, changed where the family differs from Llama."""
     experts = model.moe.num_experts if mixture and model.moe else None
-    layer = _transformer_engine_layer(experts) if transformer_engine else _local_layer(experts)
+    layer = _transformer_engine_layer(experts, grouped) if transformer_engine else _local_layer(experts)
     submodules = layer.submodules
     changes: dict[str, Any] = {"self_attention": _attention(model, submodules.self_attention, scaled_rope)}
     keys = dict(submodules.sharded_state_dict_keys_map)
@@ -135,7 +139,7 @@ def _local_layer(experts: int | None) -> Any:
     return dataclasses.replace(layer, submodules=submodules)
 
 
-def _transformer_engine_layer(experts: int | None) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec as get_spec
+def _transformer_engine_layer(experts: int | None, grouped: bool) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-    return get_spec(**supported(get_spec, num_experts=experts, moe_grouped_gemm=False))
+    return get_gpt_layer_with_transformer_engine_spec(num_experts=experts, moe_grouped_gemm=grouped)

@@ -200,6 +200,8 @@ class BaseRouter(Router):
             gates_TE = MoEAuxLossAutoScaler.apply(gates_TE, total * self._loss_scale())
         if torch.is_grad_enabled() or not self.training:  # once a micro-batch, recomputation or not
             self.statistics.add(decision.logits_TE, decision.gates_TE, selected_TE, kept_TE, valid_T, losses)
+        if self.config.moe_router_padding_for_quantization:
+            kept_TE = kept_TE.clone()  # the dispatcher pads it in place
         return gates_TE, kept_TE
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,8 +26,6 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     "moe_token_dropping": (False,),
     "moe_expert_rank_capacity_factor": (),
     "moe_pad_expert_input_to_capacity": (False,),
-    "moe_router_padding_for_fp8": (False,),
-    "moe_router_padding_for_quantization": (False,),
 }
 """Settings of Megatron's own router that ours does not obey, with the values (beside None) that ask for nothing."""
 

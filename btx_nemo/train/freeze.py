@@ -16,13 +16,15 @@ from btx_nemo.megatron.platform import device
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12]\.weight)(\d+)$")
 
 
 def global_names(gpt: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters under the names that they have in a model on one rank.
 
-    Megatron counts layers from each pipeline stage's first and experts from each rank's first, and the last stage has
-    a copy of a tied embedding under the output layer's name: a pattern must not mean something else in each layout.
+    Megatron counts layers from each pipeline stage's first and experts from each rank's first, grouped experts have
+    names of their own, and the last stage has a copy of a tied embedding under the output layer's name: a pattern must
+    not mean something else in each layout or with each kind of layer.
     """
     return {_global_name(chunk, name): value for chunk in chunks(gpt) for name, value in chunk.named_parameters()}
 
@@ -34,6 +36,7 @@ def _global_name(gpt: torch.nn.Module, name: str) -> str:
     if found is None:
         return name
     layer: Any = gpt.get_submodule(name[: found.end()])
+    name = _GROUPED.sub(r"local_experts.\2.\1", name)
     name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), name)
     return _LAYER.sub(str(layer.layer_number - 1), name)
 

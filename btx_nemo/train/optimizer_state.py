@@ -1,4 +1,4 @@
-"""The state of Megatron's distributed optimizer in a checkpoint: moments and main weights, at any layout.
+"""The state of Megatron's distributed optimizer in a checkpoint: moments, main weights, loss scale, at any layout.
 
 Megatron's own `sharded_state_dict` stores more: the parameter groups, which differ between layouts (a mixture has a
 second optimizer once experts are spread over ranks), and which the configuration and the schedule give anyway. Without
@@ -31,7 +31,8 @@ def sharded_optimizer_state(
         number: part.sharded_param_state_fully_reshardable(model_state, is_loading=loading, metadata=metadata)
         for number, part in enumerate(_parts(optimizer))
     }
-    return {**state, "frozen": _of_frozen_experts(optimizer, model_state)}
+    scale = _loss_scale_state(optimizer)
+    return {**state, "frozen": _of_frozen_experts(optimizer, model_state), **({"loss_scale": scale} if scale else {})}
 
 
 def _of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> dict[int, Any]:
@@ -63,6 +64,8 @@ def _of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> dict[int,
 
 def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) -> None:
     """Takes what `sharded_optimizer_state` described and a checkpoint filled; `steps` is the number of steps taken."""
+    for scaler in _scalers(optimizer):
+        _set_loss_scale(scaler, states["loss_scale"])
     for number, part in enumerate(_parts(optimizer)):
         moments = list(_torch_moments(part))
         for moment in moments:  # Megatron looks for a tensor for every entry, and has none for the step counter
@@ -75,10 +78,52 @@ def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) 
                 group["step"] = steps
 
 
+def agree_on_loss_scale(optimizer: Any) -> None:
+    """After a step: gives every part the loss scale of those that saw an overflow; nothing without a loss scale.
+
+    A mixture has an optimizer for its experts and one for the rest, each with a scale of its own that only its own
+    gradients lower. Megatron multiplies the loss by the first's and would divide the experts' gradients by another.
+    """
+    parts = [part for part in _all_parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
+    overflowed = [part for part in parts if part.found_inf.item() > 0]  # the same on all ranks
+    if overflowed:
+        state = overflowed[0].grad_scaler.state_dict()
+        for part in parts:
+            part.grad_scaler.load_state_dict(state)
+
+
+def loss_scale_is_least(optimizer: Any) -> bool:
+    """Whether there is a loss scale that can fall no further."""
+    return any(bool(scaler.scale <= scaler.min_scale) for scaler in _scalers(optimizer))
+
+
+def _loss_scale_state(optimizer: Any) -> dict[str, float]:
+    """Plain numbers, the same on every rank and in every part; empty without a loss scale."""
+    states = [scaler.state_dict() for scaler in _scalers(optimizer)]
+    return {key: float(value) for key, value in states[0].items()} if states else {}
+
+
+def _set_loss_scale(scaler: Any, state: dict[str, float]) -> None:
+    scaler.load_state_dict(
+        {
+            "scale": torch.tensor([state["scale"]], dtype=torch.float32),
+            "growth_tracker": int(state["growth_tracker"]),
+            "hysteresis_tracker": int(state["hysteresis_tracker"]),
+        }
+    )
+
+
+def _scalers(optimizer: Any) -> list[Any]:
+    return [part.grad_scaler for part in _all_parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
+
+
+def _all_parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def _parts(optimizer: Any) -> list[Any]:
     """The distributed optimizers of this rank: one, one more for spread experts, none where all is frozen."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if getattr(part, "optimizer", None) is not None]
+    return [part for part in _all_parts(optimizer) if getattr(part, "optimizer", None) is not None]
 
 
 def _allocate(part: Any) -> None:

@@ -14,13 +14,15 @@ from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
-from btx_nemo.config.schema import NO_EFFECT, TrainConfig
+from btx_nemo.config.schema import KERNELS, NO_EFFECT, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.families.sizes import check_sizes
-from btx_nemo.megatron.model import DTYPES, RECOMPUTATION, RECOMPUTE_MODULES
+from btx_nemo.megatron.model import RECOMPUTATION, RECOMPUTE_MODULES
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
+from btx_nemo.megatron.precision import Device
+from btx_nemo.megatron.preflight import check_precision
 from btx_nemo.train.contents import Content, blend_of, contents_of
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
@@ -32,6 +34,8 @@ from btx_nemo.train.watch import check_robust
 
 MAY_CHANGE = (*NO_EFFECT, "out")
 """Keys that a resumed run may change."""
+KERNEL_KEYS = tuple(f"moe.{key}" for key in KERNELS)
+"""So are these."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,6 @@ class Prepared:
 def prepare(config: TrainConfig) -> Prepared:
     """Checks the whole configuration against the model, the data, the ranks and the run directory."""
     check_choice("stage", config.stage, STAGES)
-    check_choice("precision", config.precision, DTYPES)
     check_choice("recompute", config.recompute, RECOMPUTATION)
     for module in config.recompute_modules:
         check_choice("recompute_modules", module, RECOMPUTE_MODULES)
@@ -81,6 +84,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_dropout(config.dropout, source.model, config.layout)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)
+    check_precision(config, source.model, Device.here())
     microbatches = num_microbatches(
         global_batch_size=config.global_batch_size,
         micro_batch_size=config.micro_batch_size,
@@ -164,7 +168,7 @@ def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
     fixed = [key for key in now if key in before and key not in may_change]
     then, now = (flat({key: values[key] for key in fixed}) for values in (before, now))
     for key in {**now, **then}:
-        if then.get(key) != now.get(key):
+        if key not in KERNEL_KEYS and then.get(key) != now.get(key):
             raise UserError(
                 f"out={out}: was started with {key}={then.get(key)}, now {key}={now.get(key)}; "
                 "resume with the old value, or choose another out"

@@ -7,6 +7,7 @@ from typing import Any
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.load import load_weights
 from btx_nemo.megatron.model import build_model, chunks
+from btx_nemo.megatron.precision import Device, transformer_settings
 from btx_nemo.train.dropout import install_dropout
 from btx_nemo.train.freeze import freeze
 from btx_nemo.train.optimizer import build_optimizer
@@ -33,6 +34,7 @@ def build_trainee(config: TrainConfig, source: ModelSource, *, documents: bool =
         recompute=config.recompute,
         recompute_modules=config.recompute_modules,
         per_token_loss=config.per_token_loss,
+        settings=transformer_settings(config, source.model, Device.here()),
         documents=documents,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
@@ -41,7 +43,7 @@ def build_trainee(config: TrainConfig, source: ModelSource, *, documents: bool =
     install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
     modules = chunks(gpt)
-    if config.precision == "bf16":
+    if config.precision != "fp32":
         from megatron.core.transformer.module import Float16Module
 
         modules = [Float16Module(transformer_config, chunk) for chunk in modules]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from btx_nemo.config.schema import MoEOverride, RouterConfig
+from btx_nemo.config.schema import KERNELS, MoEOverride, RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
@@ -87,7 +87,8 @@ def model_source(
 
 def override(model: ModelConfig, moe: MoEOverride) -> ModelConfig:
     """The model with another routing rule. Raises UserError for a dense one."""
-    given = {f.name: getattr(moe, f.name) for f in dataclasses.fields(moe) if getattr(moe, f.name) is not None}
+    rule = [f.name for f in dataclasses.fields(moe) if f.name not in KERNELS]
+    given = {name: getattr(moe, name) for name in rule if getattr(moe, name) is not None}
     if not given:
         return model
     if model.moe is None:

@@ -19,6 +19,7 @@ from btx_nemo.megatron.documents import forward_masks
 from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
+from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least
 from btx_nemo.train.routing import routers
 
 
@@ -198,7 +199,9 @@ def train_step(
     # With a loss scale (fp16) Megatron itself skips such a gradient, and lowers the scale; without, it would take it.
     if math.isfinite(loss) and (math.isfinite(squares) or trainee.gpt.config.fp16):
         ok, norm, _ = trainee.optimizer.step()
-        grad_norm = float(norm or 0.0)
+        agree_on_loss_scale(trainee.optimizer)
+        # An overflow is what a loss scale is there for, but not where it cannot fall any further.
+        grad_norm = math.inf if not ok and loss_scale_is_least(trainee.optimizer) else float(norm or 0.0)
     if ok:
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):

@@ -92,6 +92,42 @@ def test_steps_agree_across_layouts(ranks: RankPool, mixtral: Path, layout: dict
         )
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks_wanted", "router"),
+    [
+        pytest.param({"ep": 2}, 2, "top_k", id="ep2"),
+        pytest.param({"tp": 2, "ep": 2}, 2, "top_k", id="tp2-ep2"),
+        pytest.param({"tp": 2}, 2, "sample_top1", id="tp2-sample_top1"),
+        pytest.param({"tp": 2, "ep": 4}, 4, "switch", id="tp2-ep4-dp2-switch"),
+    ],
+)
+def test_allgather_is_alltoall(
+    ranks: RankPool, mixtral: Path, layout: dict[str, int], ranks_wanted: int, router: str
+) -> None:
+    """Three steps, so that the gradients agree as well; also for routers that send a token to any number of experts."""
+    batch, moe = jobs.random_batch(256, total=4, length=32), {"router": router}
+    options = {"steps": 3, "moe": moe}
+    (alone,) = ranks.run(jobs.one_step, str(mixtral), {}, batch, options, ranks=1)
+    options = {**options, "moe": {**moe, "dispatcher": "allgather"}}
+    for gathered in ranks.run(jobs.one_step, str(mixtral), layout, batch, options, ranks=ranks_wanted):
+        for ours, theirs in zip(gathered["history"], alone["history"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+            torch.testing.assert_close(torch.tensor(ours["load"]), torch.tensor(theirs["load"]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("pad_routing", [False, True])
+def test_tokens_that_pad_experts_for_fp8_change_nothing(ranks: RankPool, mixtral: Path, pad_routing: bool) -> None:
+    batch, options = jobs.random_batch(256, total=4, length=32), {"steps": 3}
+    (plain,) = ranks.run(jobs.one_step, str(mixtral), {}, batch, options, ranks=1)
+    options = {**options, "fp8": {"format": "hybrid", "pad_routing": pad_routing}}
+    for padded in ranks.run(jobs.padded_step, str(mixtral), {"tp": 2, "ep": 2}, batch, options, ranks=2):
+        for ours, theirs in zip(padded["history"], plain["history"], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+            torch.testing.assert_close(torch.tensor(ours["load"]), torch.tensor(theirs["load"]), atol=1e-6, rtol=0)
+
+
 @pytest.mark.parametrize("kind", ["dense", "mixture"])
 def test_loss_and_gradient_norm_equal_transformers(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     """The independent reference for the step itself: autograd through the Hugging Face model."""

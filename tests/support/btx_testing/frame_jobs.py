@@ -167,8 +167,6 @@ FOREIGN = {
     "moe_router_force_load_balancing": True,
     "moe_token_dropping": True,
     "moe_pad_expert_input_to_capacity": True,
-    "moe_router_padding_for_fp8": True,
-    "moe_router_padding_for_quantization": True,
     "moe_expert_capacity_factor": 1.25,
     "moe_router_topk": 3,
     "num_moe_experts": 8,

@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from btx_nemo.config.schema import DataConfig, DropoutConfig, LayoutConfig, OptimConfig, RouterConfig, TrainConfig
+from btx_nemo.config.schema import (
+    DataConfig,
+    DropoutConfig,
+    Fp8Config,
+    LayoutConfig,
+    MoEOverride,
+    OptimConfig,
+    RouterConfig,
+    TrainConfig,
+)
 
 
 def logits(folder: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
@@ -20,7 +29,7 @@ def logits(folder: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.T
 def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
     """Loss, gradient norm, balance loss and routing of one training step on a global batch, and the loss after it.
 
-    `batch` holds the global batch [G, S]; options: microbatches (per data-parallel rank at dp = 1), router, steps.
+    `batch` holds the global batch [G, S]; options: steps, micro_batch_size, and those of `settings`.
     """
     from megatron.core import parallel_state as mpu
 
@@ -30,8 +39,8 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
     from btx_nemo.train.source import open_source
     from btx_nemo.train.step import train_step
 
-    source = open_source(Path(folder))
     config = settings(layout, options, OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0))
+    source = open_source(Path(folder), config.moe, config.router)
     with parallel_state(config.layout, seed=1):
         trainee = build_trainee(config, source)
         dp_rank, dp_size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -63,10 +72,24 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
         return {"history": history}
 
 
+def padded_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
+    """`one_step` with FP8 in the configuration, on the CPU: experts' tokens are padded for it, numbers are not cut.
+
+    Megatron's check asks for Transformer Engine's version; without the package its FP8 contexts do nothing.
+    """
+    from unittest import mock
+
+    from megatron.core import utils
+    from packaging.version import Version
+
+    with mock.patch.object(utils, "_te_version", Version("2.8.0")):
+        return one_step(folder, layout, batch, options)
+
+
 def settings(layout: dict[str, int], options: dict[str, Any], optim: OptimConfig) -> TrainConfig:
     """A run's configuration, for building a trainee.
 
-    options: router, precision, recompute, freeze, train, dropout, per_token_loss.
+    options: router, moe, precision, fp8, recompute, freeze, train, dropout, per_token_loss.
     """
     return TrainConfig(
         stage="mix",
@@ -79,6 +102,8 @@ def settings(layout: dict[str, int], options: dict[str, Any], optim: OptimConfig
         micro_batch_size=1,
         global_batch_size=2,
         optim=optim,
+        moe=MoEOverride(**options.get("moe", {})),
+        fp8=Fp8Config(**options.get("fp8", {})),
         router=RouterConfig(**options.get("router", {})),
         dropout=DropoutConfig(**options.get("dropout", {})),
         per_token_loss=options.get("per_token_loss", False),

@@ -9,13 +9,24 @@ from typing import Any
 
 import torch
 
-from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainConfig
+from btx_nemo.config.schema import (
+    DataConfig,
+    LayoutConfig,
+    LossScaleConfig,
+    MoEOverride,
+    OptimConfig,
+    RouterConfig,
+    TrainConfig,
+)
+
+SECTIONS = {"router": RouterConfig, "moe": MoEOverride, "loss_scale": LossScaleConfig}
 
 
 def config(model: str, layout: dict[str, int], options: dict[str, Any]) -> TrainConfig:
-    """A run's configuration; `options` may hold freeze, train, precision, steps and OptimConfig's keys."""
+    """A run's configuration; `options` may hold freeze, train, precision, steps, SECTIONS, and OptimConfig's keys."""
     rest = dict(options)
-    own = {key: rest.pop(key) for key in ("freeze", "train", "precision", "steps", "router") if key in rest}
+    own = {key: rest.pop(key) for key in ("freeze", "train", "precision", "steps") if key in rest}
+    own |= {key: kind(**rest.pop(key)) for key, kind in SECTIONS.items() if key in rest}
     return TrainConfig(
         stage="expert",
         out="unused",
@@ -58,6 +69,50 @@ def steps(subject: Any, count: int, vocab_size: int = 288, mask: float = 1.0) ->
         yield train_step(subject, data, microbatches=2, micro_batch_size=1, seq_length=16)
 
 
+def losses(model: str, layout: dict[str, int], options: dict[str, Any], count: int) -> list[float]:
+    """Loss of each step."""
+    with trainee(model, layout, options) as subject:
+        return [result.loss for result in steps(subject, count)]
+
+
+def loss_scales(
+    model: str, layout: dict[str, int], options: dict[str, Any], count: int, bombs: list[int]
+) -> list[dict[str, Any]]:
+    """Of each step in fp16: whether it was taken, the rate it had, each part's scale after it, and whether the weights
+    moved. In the steps that `bombs` number only the experts' gradients overflow.
+    """
+    from btx_nemo.train.optimizer_state import _scalers
+
+    with trainee(model, layout, {"precision": "fp16", **options}) as subject:
+        for parameter in subject.gpt.parameters():
+            if not getattr(parameter, "allreduce", True):
+                parameter.register_hook(lambda gradient: gradient + bomb[0])
+        bomb, found = [0.0], []
+        for number in range(count):
+            bomb[0] = float("inf") if number in bombs else 0.0
+            before = [p.detach().clone() for p in subject.gpt.parameters()]
+            (result,) = steps(subject, 1)
+            moved = any(not torch.equal(a, b) for a, b in zip(before, subject.gpt.parameters()))
+            scales = [scaler.scale.item() for scaler in _scalers(subject.optimizer)]
+            found.append({"ok": result.ok, "lr": result.lr, "scales": scales, "moved": moved, "finite": result.finite})
+        return found
+
+
+def parameter_groups(model: str, layout: dict[str, int], options: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Global name -> (learning rate, weight decay) in the optimizer after two steps."""
+    from btx_nemo.train.freeze import global_names
+
+    with trainee(model, layout, options) as subject:
+        list(steps(subject, 2))
+        names = {parameter: name for name, parameter in global_names(subject.gpt).items()}
+        found = {}
+        for part in subject.optimizer.chained_optimizers:
+            for parameter, (group, _) in part.model_param_group_index_map.items():
+                settings = part.optimizer.param_groups[group]
+                found[names[parameter]] = (settings["lr"], settings["weight_decay"])
+        return found
+
+
 def changed_parameters(model: str, layout: dict[str, int], options: dict[str, Any]) -> dict[str, bool]:
     """Global name -> whether this rank's part has other bits after three steps."""
     from btx_nemo.train.freeze import global_names
@@ -80,12 +135,33 @@ def user_error_of_freeze(model: str, layout: dict[str, int], patterns: list[str]
         return str(error)
 
 
-def learning_rates(model: str, options: dict[str, Any], count: int) -> list[float]:
-    """Rate of each of the first `count` steps, and of the one after."""
-    with trainee(model, {}, options) as subject:
-        rates = [subject.optimizer.param_groups[0]["lr"]]
-        for _ in steps(subject, count):
-            rates.append(subject.optimizer.param_groups[0]["lr"])
+def learning_rates(options: dict[str, Any], count: int) -> tuple[list[float], list[float]]:
+    """Rates of a weight and of a router before each of the first `count` steps, and after the last.
+
+    By Megatron's scheduler as a run builds it; of the model there is nothing but these two parameters.
+    """
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.optimizer import build_optimizer
+
+    settings = config("unused", {}, options)
+    with parallel_state(settings.layout, seed=1):
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        model = torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"router": torch.nn.Linear(4, 4, bias=False)})})
+        model["proj"] = torch.nn.Linear(4, 4, bias=False)
+        wrapped = DistributedDataParallel(
+            TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1),
+            DistributedDataParallelConfig(use_distributed_optimizer=True),
+            torch.nn.ModuleDict({"layer": model}),
+        )
+        optimizer, scheduler = build_optimizer(settings, [wrapped])
+        rates: tuple[list[float], list[float]] = [], []
+        for _ in range(count + 1):
+            groups = {group["max_lr"]: group["lr"] for group in optimizer.param_groups}
+            rates[0].append(groups[settings.optim.lr])
+            rates[1].append(groups[settings.optim.router_lr])
+            scheduler.step(1)
         return rates
 
 
