@@ -86,7 +86,8 @@ def _layout(config: TrainConfig) -> str:
     fp8 = f" with fp8 {config.fp8.format}" if config.fp8.format else ""
     return (
         f"{ranks} ranks: {', '.join(f'{axis} {size}' for axis, size in axes.items() if size)}; {microbatches} "
-        f"micro-batches of {config.micro_batch_size} a step and rank; {config.precision}{fp8}, recompute {config.recompute}"
+        f"micro-batches of {config.micro_batch_size} a step and rank; {config.precision}{fp8}, "
+        f"recompute {config.recompute}"
     )
 
 

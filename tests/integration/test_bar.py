@@ -71,6 +71,7 @@ def mixed(out: Path, recipe: str, seed: Path, experts: dict[str, Path], **option
     return out
 
 
+@pytest.mark.slow
 def test_from_the_base_to_a_merged_and_routed_model(
     world: TinyWorld, start: Path, ranks: RankPool, commands: CommandServer, tmp_path: Path
 ) -> None:
