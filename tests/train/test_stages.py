@@ -24,7 +24,15 @@ from btx_nemo.train.names import frozen_names, grouped, parameter_sizes
 from btx_nemo.train.source import open_source
 from btx_nemo.train.stages import check_stage
 
-GIVEN = ["domain=math", "optim.lr=1", "optim.min_lr=1", "optim.warmup_steps=0", "optim.weight_decay=0", "global_batch_size=1", "out=o"]
+GIVEN = [
+    "domain=math",
+    "optim.lr=1",
+    "optim.min_lr=1",
+    "optim.warmup_steps=0",
+    "optim.weight_decay=0",
+    "global_batch_size=1",
+    "out=o",
+]
 
 
 def config(name: str, *overrides: str) -> TrainConfig:
