@@ -30,6 +30,7 @@ def megatron_logits(model: Path | Source, tokens_BS: Tensor, layout: LayoutConfi
     from btx_nemo.train.source import model_source, open_source
 
     layout = layout or LayoutConfig()
+    assert layout.cp == layout.vpp == 1, "logits of whole sequences, from one chunk"
     source = model_source(model) if isinstance(model, Source) else open_source(model)
     with parallel_state(layout, seed=0):
         # Megatron's own layers everywhere: Transformer Engine may multiply fp32 in a coarser format.
