@@ -9,10 +9,9 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
-from btx_nemo.launch.identity import Made, made_of, refusal
+from btx_nemo.launch.identity import Made, check_there, made_of, refusal
 from btx_nemo.launch.slurm import Live
 from btx_nemo.launch.state import Submitted
-from btx_nemo.processes import started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +51,21 @@ def decide(
     return list(todos.values())
 
 
+def redone(jobs: Sequence[Job], runs: Path, redo: Collection[str]) -> list[str]:
+    """Stages to be made again for `redo`, in the graph's order: these, and those after them that would not notice.
+
+    A stage that has recorded what it was made of notices by itself, and stays where the same comes out again.
+    """
+    names: dict[str, Job] = {}
+    for job in jobs:
+        before = [names[name] for name in job.after if name in names]
+        seen = job.inputs.values() if made_of(runs, job.name) else ()
+        blind = [one for one in before if not any(folder.is_relative_to(one.out) for folder in seen)]
+        if job.name in redo or blind:
+            names[job.name] = job
+    return list(names)
+
+
 def line(job: Job) -> list[str]:
     """What tells one submission of a stage from another."""
     return [job.script, *job.args, *job.options]
@@ -62,7 +76,7 @@ def _state(record: Submitted | None, live: Mapping[str, Live]) -> Live | None:
     if record is None:
         return None
     if record.pid:
-        return Live("RUNNING", "", "", "") if started(record.pid) == record.started else None
+        return Live("RUNNING", "", "", "") if record.alive else None
     state = live.get(record.job)
     return None if state is None or state.ended else state
 
@@ -71,7 +85,7 @@ def _decide(
     job: Job, runs: Path, record: Submitted | None, state: Live | None, todos: Mapping[str, Todo], *, again: bool
 ) -> Todo:
     before = [todos[name] for name in job.after if todos[name].action != "done"]
-    why = "to be made again" if again else _why(job, runs, record)
+    why = "to be made again" if again else _why(job, runs, record, before)
     if not why and not before:
         return Todo(job=job, action="done", why="")
     why = why or f"follows {before[0].job.name}"
@@ -89,13 +103,18 @@ def _decide(
     return Todo(job=job, action="run", why=why, id=record.job)
 
 
-def _why(job: Job, runs: Path, record: Submitted | None) -> str:
-    """Why a stage has to be made, whatever the others do; empty for one that is as it should be."""
+def _why(job: Job, runs: Path, record: Submitted | None, before: Sequence[Todo]) -> str:
+    """Why a stage has to be made, whatever the others do; empty for one that is as it should be.
+
+    What those `before` it are going to make need not be there.
+    """
     if not job.out.exists() and not job.done.exists():
         return "new" if record is None else f"its last job, {record.job}, left no result"
     then = made_of(runs, job.name)
     if then is not None and os.path.lexists(job.out):
-        now = Made.now(job.inputs, job.args)
+        now = Made.now(job.name, job.inputs, job.args)
+        made = [name for name, path in job.inputs.items() if any(path.is_relative_to(todo.job.out) for todo in before)]
+        check_there(runs, job.name, [name for name in now.missing() if name not in made], job.inputs)
         stale, changed = then.changed_inputs(now), then.changed_settings(now)
         if stale and job.done.exists():
             return f"stale: another {', '.join(stale)}"

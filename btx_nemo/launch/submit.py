@@ -51,6 +51,8 @@ def submit(
     environment = {"BTX_RUNS": str(at.runs), "BTX_SEED": str(at.seed), "BTX_DATA": str(at.data), **_settings(config)}
     submission = Submission(scripts_dir(), at.runs, environment, tuple(sbatch_options), allow_missing)
     here = local or not slurm.has_slurm()
+    _check_redo(jobs, redo)
+    redo = redone(jobs, at.runs, redo)
     if dry_run:
         print(script(_todos(jobs, at.runs, redo), submission, here=here))
         return
