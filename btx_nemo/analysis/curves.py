@@ -11,6 +11,18 @@ from btx_nemo.errors import UserError
 
 METRICS = "metrics.jsonl"
 MOST_BYTES = 1 << 30
+Series = tuple[list[float], list[float]]
+"""(steps, values)"""
+SINGLE = {
+    "loss": "training loss",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens/s",
+    "flops_utilization": "FLOPs utilisation",
+    "memory_bytes": "memory of the first rank",
+}
+SEVERAL = {"valid": "validation loss", "domain_loss": "training loss by domain", "router_losses": "router loss"}
+"""Keys of metrics.jsonl -> what their curves are called. Losses are in nats per token."""
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -37,26 +49,40 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     return records
 
 
-def series(records: Sequence[Mapping[str, Any]], key: str) -> tuple[list[float], list[float]]:
+def series(records: Sequence[Mapping[str, Any]], key: str) -> Series:
     """(steps, values) of a top-level number."""
     found = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def validation(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[float], list[float]]]:
-    """Domain -> (steps, validation losses)."""
-    domains: dict[str, tuple[list[float], list[float]]] = {}
+def by_name(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, Series]:
+    """Name -> (steps, values) of a table of numbers by name, such as `valid`; of a list, by layer, the mean."""
+    found: dict[str, Series] = {}
     for record in records:
-        losses = record.get("valid")
-        for domain, loss in losses.items() if isinstance(losses, dict) else ():
-            steps, values = domains.setdefault(domain, ([], []))
-            steps.append(record["step"])
-            values.append(loss)
-    return domains
+        table = record.get(key)
+        for name, value in table.items() if isinstance(table, dict) else ():
+            if isinstance(value, list) and value and all(isinstance(entry, (int, float)) for entry in value):
+                value = sum(value) / len(value)
+            if isinstance(value, (int, float)):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    return found
+
+
+def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
+    """Title -> (steps, values) of all that a run's records have a curve of."""
+    single = {title: series(records, key) for key, title in SINGLE.items()}
+    several = {
+        f"{title}, {name}": found
+        for key, title in SEVERAL.items()
+        for name, found in sorted(by_name(records, key).items())
+    }
+    return {title: found for title, found in {**single, **several}.items() if found[0]}
 
 
 def plot(runs: Sequence[Path], out: Path) -> None:
-    """Draw training loss, validation loss per domain, gradient norm and speed of the runs. Raises UserError.
+    """Draw all that the runs have a curve of: losses, gradient norm, speed, utilisation, memory. Raises UserError.
 
     `out` ends in .png, .svg or .pdf.
     """
@@ -82,26 +108,18 @@ def _draw(tables: Mapping[str, list[dict[str, Any]]], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    domains = sorted({domain for records in tables.values() for domain in validation(records)})
-    panels = [
-        ("loss", "training loss, nats per token"),
-        ("grad_norm", "gradient norm"),
-        ("tokens_per_second", "tokens/s"),
-    ]
-    count = len(panels) + len(domains)
-    columns = min(count, 3)
-    rows = -(-count // columns)
+    runs = {label: curves(records) for label, records in tables.items()}
+    titles = list(dict.fromkeys(title for run in runs.values() for title in run))
+    titles.sort(key=lambda title: ([*SINGLE.values(), *SEVERAL.values()].index(title.split(",")[0]), title))
+    columns = min(len(titles), 3)
+    rows = -(-len(titles) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3 * rows), squeeze=False, layout="constrained")
-    for axis in axes.flat[count:]:
+    for axis in axes.flat[len(titles) :]:
         axis.set_axis_off()
-    for number, (label, records) in enumerate(tables.items()):
-        style = {"color": f"C{number % 10}", "label": label}
-        for axis, (key, _) in zip(axes.flat, panels, strict=False):
-            axis.plot(*series(records, key), **style)
-        for axis, domain in zip(axes.flat[len(panels) :], domains, strict=False):
-            axis.plot(*validation(records).get(domain, ([], [])), marker=".", **style)
-    titles = [title for _, title in panels] + [f"validation loss, {domain}" for domain in domains]
     for axis, title in zip(axes.flat, titles, strict=False):
+        for number, (label, run) in enumerate(runs.items()):
+            marker = "." if title.startswith(SEVERAL["valid"]) else None
+            axis.plot(*run.get(title, ([], [])), color=f"C{number % 10}", label=label, marker=marker)
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import math
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ class _WeightsAndBiases:
 
         name = out / "wandb_id"  # the same run after a restart
         if not name.exists():
-            write_file(name, wandb.util.generate_id())
+            write_file(name, uuid.uuid4().hex[:8])
         settings = {"id": name.read_text(), "resume": "allow", "dir": str(out), "config": dataclasses.asdict(config)}
         self.run = wandb.init(**{**settings, **config.log.wandb})
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from btx_testing.commands import CommandServer
 
-from btx_nemo.analysis.curves import read_metrics, series, validation
+from btx_nemo.analysis.curves import by_name, curves, read_metrics, series
 
 RECORDS = [
     {"step": 0, "valid": {"math": 3.0, "code": 4.0}, "routing": {}},
     {"step": 1, "loss": 2.5, "grad_norm": 1.0, "tokens_per_second": 10.0},
-    {"step": 2, "loss": 2.0, "grad_norm": 0.5, "tokens_per_second": 11.0},
+    {"step": 2, "loss": 2.0, "grad_norm": 0.5, "tokens_per_second": 11.0, "flops_utilization": None},
     {"step": 2, "valid": {"math": 2.0, "code": 3.0}},
 ]
 
@@ -30,7 +30,20 @@ def test_what_is_read(run: Path) -> None:
     records = read_metrics(run)
     assert records == RECORDS
     assert series(records, "loss") == ([1, 2], [2.5, 2.0])
-    assert validation(records) == {"math": ([0, 2], [3.0, 2.0]), "code": ([0, 2], [4.0, 3.0])}
+    assert by_name(records, "valid") == {"math": ([0, 2], [3.0, 2.0]), "code": ([0, 2], [4.0, 3.0])}
+
+
+def test_what_has_a_curve() -> None:
+    """Nothing without values, a mean over layers of what is by layer, and a step that was skipped has a gap."""
+    records = [
+        {"step": 1, "loss": None, "flops_utilization": None, "domain_loss": {"math": 1.0, "code": None}},
+        {"step": 2, "loss": 2.0, "router_losses": {"btx": [1.0, 3.0]}, "expert_load": [[0.5, 0.5]]},
+    ]
+    assert curves(records) == {
+        "training loss": ([2], [2.0]),
+        "training loss by domain, math": ([1], [1.0]),
+        "router loss, btx": ([2], [2.0]),
+    }
 
 
 def test_the_command(commands: CommandServer, run: Path, tmp_path: Path) -> None:
