@@ -32,7 +32,7 @@ def composed(stage: str, arguments: Sequence[str], given: Mapping[str, str]) -> 
     own = ["out=out"]
     if stage.startswith("expert-"):
         own.append(f"domain='{stage.removeprefix('expert-').partition('.')[0]}'")
-    overrides = [word for word in arguments if "=" in word and not word.startswith("--") or word.startswith("~")]
+    overrides = [word for word in arguments if word.startswith("~") or ("=" in word and word[:2] != "--")]
     try:
         values = load(command, flags["config-name"], [*own, *overrides], flags.get("config-path"))
         config = READERS[command](values, stage)
@@ -59,7 +59,7 @@ def _leaves(config: Any, prefix: str = "") -> dict[str, str]:
 
 
 def override(key: str, arguments: Sequence[str]) -> str | None:
-    """The last value that the arguments give to a key, as Hydra reads it; None where there is none, or an unclear one."""
+    """The last value that the arguments give to a key, as Hydra reads it; None where there is none."""
     words = [word for word in arguments if word.lstrip("+").startswith(f"{key}=")]
     if not words:
         return None

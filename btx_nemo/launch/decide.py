@@ -36,13 +36,9 @@ def decide(
 ) -> list[Todo]:
     """A Todo for every job of a graph, in its order.
 
-    Raises UserError for a stage to be made again that is unknown or running, for an output that was made with
-    other settings, and for a running job that a change would make useless.
+    Raises UserError for a stage to be made again that is running, for an output that was made with other settings or
+    of something that is missing now, and for a running job that a change would make useless.
     """
-    names = [job.name for job in jobs]
-    for name in redo:
-        if name not in names:
-            raise UserError(f"--redo {name}: no such stage; known: {', '.join(names)}")
     todos: dict[str, Todo] = {}
     for job in jobs:
         record = submitted.get(job.name)
@@ -54,8 +50,13 @@ def decide(
 def redone(jobs: Sequence[Job], runs: Path, redo: Collection[str]) -> list[str]:
     """Stages to be made again for `redo`, in the graph's order: these, and those after them that would not notice.
 
-    A stage that has recorded what it was made of notices by itself, and stays where the same comes out again.
+    A stage that has recorded what it was made of notices by itself, and stays where the same comes out again. Raises
+    UserError for an unknown stage.
     """
+    known = [job.name for job in jobs]
+    for name in redo:
+        if name not in known:
+            raise UserError(f"--redo {name}: no such stage; known: {', '.join(known)}")
     names: dict[str, Job] = {}
     for job in jobs:
         before = [names[name] for name in job.after if name in names]
@@ -114,7 +115,7 @@ def _why(job: Job, runs: Path, record: Submitted | None, before: Sequence[Todo])
     if then is not None and os.path.lexists(job.out):
         now = Made.now(job.name, job.inputs, job.args)
         made = [name for name, path in job.inputs.items() if any(path.is_relative_to(todo.job.out) for todo in before)]
-        check_there(runs, job.name, [name for name in now.missing() if name not in made], job.inputs)
+        check_there(runs, job.name, [name for name in then.missing(now) if name not in made], job.inputs)
         stale, changed = then.changed_inputs(now), then.changed_settings(now)
         if stale and job.done.exists():
             return f"stale: another {', '.join(stale)}"

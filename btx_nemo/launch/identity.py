@@ -32,7 +32,7 @@ INPUTS = ("init_from",)
 """Settings that name an input: its content counts."""
 
 
-DOCUMENTS = re.compile(r"readme.*|licen[sc]e.*|notice.*|use_policy.*|\.git.+|\.ds_store|.*\.(md|rst|pdf|png|jpe?g|svg)", re.I)
+DOCUMENTS = re.compile(r"(readme|licen[sc]e|notice|use_policy|\.git|\.ds_store).*|.*\.(md|rst|pdf|png|jpe?g|svg)", re.I)
 """Files that go along with a model and change nothing in it; whatever else is there counts."""
 
 
@@ -94,15 +94,15 @@ class Made:
     def now(cls, stage: str, inputs: Mapping[str, Path], arguments: Sequence[str]) -> Made:
         """As things are."""
         found, whole = (
-            {n: "fresh" if str(folder) == "null" else fingerprint(folder, documents=old) for n, folder in inputs.items()}
+            {n: "fresh" if str(path) == "null" else fingerprint(path, documents=old) for n, path in inputs.items()}
             for old in (False, True)
         )
         given = settings(arguments)
         return cls(found, given, composed(stage, arguments, given), whole)
 
-    def missing(self) -> list[str]:
-        """Inputs that are not there."""
-        return [name for name, found in self.inputs.items() if found is None]
+    def missing(self, now: Made) -> list[str]:
+        """Inputs that are not there, and are known to have been, or are named for the first time."""
+        return [n for n, found in now.inputs.items() if found is None and self.inputs.get(n, "named") is not None]
 
     def changed_inputs(self, now: Made) -> list[str]:
         """Inputs that are named for the first time or no more, or have another content; not those that are missing."""
@@ -178,7 +178,7 @@ def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], argumen
     if now.composed is not None:
         values["composed"] = now.composed
     if then is not None and there:
-        check_there(runs, stage, now.missing(), inputs)
+        check_there(runs, stage, then.missing(now), inputs)
         stale, changed = then.changed_inputs(now), then.changed_settings(now)
         if changed and not stale:
             raise UserError(refusal(stage, out, changed))

@@ -45,7 +45,7 @@ class Submitted:
     pid: int = 0
     """The process."""
     started: str = ""
-    """When it started, in ticks since boot: tells it from a later one with the same number; empty where it had ended."""
+    """When it started, in ticks since boot: tells it from a later one with its number; empty where it had ended."""
 
     @property
     def alive(self) -> bool:
@@ -74,7 +74,7 @@ def submitting(runs: Path) -> Iterator[None]:
     try:
         number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise UserError(f"{lock}: cannot be opened ({os.strerror(error.errno)}); remove it") from None
+        raise UserError(f"{lock}: cannot be opened ({error.strerror}); remove it") from None
     with open(number, "rb+", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,7 @@ from btx_nemo.errors import EnvironmentLacks, UserError
 from btx_nemo.launch import slurm, state
 from btx_nemo.launch.batches import Submission, script, submit_all
 from btx_nemo.launch.config import PipelineConfig
-from btx_nemo.launch.decide import Todo, decide
+from btx_nemo.launch.decide import Todo, decide, redone
 from btx_nemo.launch.graph import Job, graph, places, spell
 from btx_nemo.launch.identity import put_aside
 from btx_nemo.launch.local import run_here
@@ -51,7 +51,6 @@ def submit(
     environment = {"BTX_RUNS": str(at.runs), "BTX_SEED": str(at.seed), "BTX_DATA": str(at.data), **_settings(config)}
     submission = Submission(scripts_dir(), at.runs, environment, tuple(sbatch_options), allow_missing)
     here = local or not slurm.has_slurm()
-    _check_redo(jobs, redo)
     redo = redone(jobs, at.runs, redo)
     if dry_run:
         print(script(_todos(jobs, at.runs, redo), submission, here=here))
