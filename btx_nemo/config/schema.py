@@ -77,8 +77,6 @@ class OptimConfig:
     """Decoupled weight decay; norms and biases have none, and routers only with decay_routers."""
     decay_routers: bool = False
     """Whether the routers' matrices have the weight decay, too."""
-    offload: float = 0.0
-    """Share of the optimizer's state and work that is kept on the CPU (DivMoE, stage 3: 1.0); for GPUs."""
     beta1: float = 0.9
     """AdamW's first moment."""
     beta2: float = 0.95
@@ -239,7 +237,7 @@ class TrainConfig:
     tokenizer: str | None = None
     """Tokenizer folder that goes along with the checkpoints; default: the one of `init_from` or of the data."""
     domain: str | None = None
-    """Train on this domain alone (instead of `data.blend`)."""
+    """What the run is an expert of. Without `data.blend` it trains on the data of this name alone."""
     data: DataConfig
     """Tokens."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)

@@ -10,6 +10,11 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
+<<<<<<< HEAD
+=======
+from btx_nemo.launch.local import stop_executor
+from btx_nemo.processes import started
+>>>>>>> main
 
 
 def cancel(runs: Path, stages: Sequence[str]) -> None:
@@ -25,12 +30,18 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
     chosen = _with_dependents(submitted, stages or known)
     ids = {submitted[name].job for name in chosen if not submitted[name].pid}
     live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
-    stopped = False
+    # Without it the next stages of a local pipeline would start.
+    stopped = executor = not stages and stop_executor(runs)
     # Last ones first: one that goes on without its experts must not start when they are cancelled.
     for name in reversed(chosen):
         one = submitted[name]
+<<<<<<< HEAD
         if one.alive:
             with contextlib.suppress(ProcessLookupError):  # it ended this moment
+=======
+        if one.pid and started(one.pid) == one.started:
+            if not executor:  # which passes it on
+>>>>>>> main
                 os.kill(one.pid, signal.SIGTERM)
             print(f"{name}: asked to save and end")
         elif one.job in live and not live[one.job].ended:

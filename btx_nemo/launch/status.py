@@ -61,7 +61,8 @@ def rows(runs: Path) -> list[Row]:
     stages = state.stages(runs)
     submitted = {name: state.submitted(runs, name) for name in stages}
     stories = {name: _story(runs, name, one) for name, one in submitted.items()}
-    ids = {job for name, one in submitted.items() if (job := _job(one, stories[name])) and job != "local"}
+    jobs = {_job(submitted[name], stories[name]) for name in stages}
+    ids = {job for job in jobs if state.ID.fullmatch(job)} - {"local"}
     live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
     return [_row(runs, name, done, submitted[name], stories[name], live) for name, done in stages.items()]
 
