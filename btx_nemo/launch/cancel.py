@@ -10,11 +10,7 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
-<<<<<<< HEAD
-=======
 from btx_nemo.launch.local import stop_executor
-from btx_nemo.processes import started
->>>>>>> main
 
 
 def cancel(runs: Path, stages: Sequence[str]) -> None:
@@ -35,14 +31,10 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
     # Last ones first: one that goes on without its experts must not start when they are cancelled.
     for name in reversed(chosen):
         one = submitted[name]
-<<<<<<< HEAD
         if one.alive:
-            with contextlib.suppress(ProcessLookupError):  # it ended this moment
-=======
-        if one.pid and started(one.pid) == one.started:
             if not executor:  # which passes it on
->>>>>>> main
-                os.kill(one.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it ended this moment
+                    os.kill(one.pid, signal.SIGTERM)
             print(f"{name}: asked to save and end")
         elif one.job in live and not live[one.job].ended:
             slurm.scancel([one.job])
