@@ -112,14 +112,18 @@ class Made:
         return [name for name in names if name in differ or (name in self.inputs) != (name in now.inputs)]
 
     def changed_settings(self, now: Made) -> list[str]:
-        """Settings that differ, as "key=then, now this"."""
+        """Settings that differ, as "key=then, now this"; the order of the experts is one, which a mixture keeps."""
         then, present = self.settings, now.settings
         keys = {*then, *present}
         if self.composed is not None and now.composed is not None:
             then, present = self.composed, now.composed
             keys = {*then} & {*present}  # a version that has a new setting did the same without it
         differ = [key for key in sorted(keys) if then.get(key) != present.get(key)]
-        return [f"{key}={then.get(key, 'unset')}, now {present.get(key, 'unset')}" for key in differ]
+        found = [f"{key}={then.get(key, 'unset')}, now {present.get(key, 'unset')}" for key in differ]
+        orders = [[name for name in made.inputs if name.startswith("expert-")] for made in (self, now)]
+        if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
+            found.append(f"{', '.join(orders[0])}, now in the order {', '.join(orders[1])}")
+        return found
 
 
 def settings(arguments: Sequence[str]) -> dict[str, str]:
@@ -212,16 +216,20 @@ def refusal(stage: str, out: Path, changed: Sequence[str]) -> str:
 
 def put_aside(runs: Path, stage: str, out: Path) -> Path:
     """Moves an output into `runs`/stale, where nothing looks for it; returns where it is. Nothing is deleted."""
-    folder = runs / "stale"
-    folder.mkdir(exist_ok=True)
-    number = 1
-    while os.path.lexists(folder / f"{stage}.{number}"):
-        number += 1
-    aside = folder / f"{stage}.{number}"
+    place = free_place(runs, stage)
+    place.parent.mkdir(exist_ok=True)
     if out.is_symlink():  # a relative one leads elsewhere from there
-        os.symlink(out.parent.absolute() / os.readlink(out), aside)
+        os.symlink(out.parent.absolute() / os.readlink(out), place)
         out.unlink()
     else:
-        os.rename(out, aside)
+        os.rename(out, place)
     record(runs, stage).unlink(missing_ok=True)
-    return aside
+    return place
+
+
+def free_place(runs: Path, stage: str) -> Path:
+    """Where `put_aside` would move an output."""
+    number = 1
+    while os.path.lexists(runs / "stale" / f"{stage}.{number}"):
+        number += 1
+    return runs / "stale" / f"{stage}.{number}"

@@ -280,7 +280,7 @@ SOUND = {"job": "1", "line": [], "after": [], "log": "x"}
     [
         *([], {"job": "1"}, SOUND | {"job": 12}, SOUND | {"log": None}, SOUND | {"pid": "a"}, SOUND | {"pid": -1}),
         *(SOUND | {"pid": True}, SOUND | {"started": 5}, SOUND | {"after": "12"}, SOUND | {"line": [1]}),
-        *(SOUND | {"job": "--user=me"}, SOUND | {"after": ["-u me"]}, SOUND | {"log": "a\0b"}, SOUND | {"more": 1}),
+        *(SOUND | {"job": "--user=me"}, SOUND | {"log": "a\0b"}, SOUND | {"more": 1}),
     ],
 )
 def test_damaged_state_is_told(values: object, runs: Path) -> None:
