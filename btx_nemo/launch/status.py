@@ -25,7 +25,7 @@ from btx_nemo.launch.logs import last_words, plain, tail
 COLUMNS = ("stage", "state", "job", "node", "step", "loss", "tokens/s", "restarts", "time left", "note")
 IMPORTANCE = ("stage", "state", "step", "time left", "loss", "job", "note", "restarts", "tokens/s", "node")
 """Which columns a narrow terminal still shows, first to last."""
-NOTE = 30
+NOTE = 20
 """Columns that a note is given at least; it goes on in further lines."""
 COLORS = {"done": "green", "running": "cyan", "failed": "red", "lost": "red"}
 QUIET = ("done", "failed", "stopped", "lost", "cancelled", "waiting", "unknown")

@@ -112,7 +112,7 @@ def test_on_the_narrowest_one_stage_and_state_are_folded(pipeline: Path) -> None
     screen = io.StringIO()
     Console(file=screen, width=20).print(status._table(rows(pipeline), 20))
     text = screen.getvalue()
-    assert all(state in text for state in ("state", "running", "cancelled", "expert-pros")) and "…" not in text
+    assert all(state in text for state in ("state", "running", "cancelled", "expert-pro")) and "…" not in text
 
 
 @pytest.mark.parametrize(
