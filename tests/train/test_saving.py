@@ -8,7 +8,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import pytest
 from btx_testing.commands import CommandServer, Ended
 from btx_testing.runs import TinyWorld, metrics, saved_step, weights
 
