@@ -27,6 +27,7 @@ from btx_nemo.launch.cli import add_commands as add_launch_commands
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
 _ALONE_SECONDS = 5.0
+_FOLDERS = ("BTX_RUNS", "BTX_SEED", "BTX_DATA")
 _PLACES = (
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
@@ -37,6 +38,9 @@ _PLACES = (
 def main(arguments: list[str] | None = None) -> None:
     """Runs one command and exits with its code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for name in _FOLDERS:  # an empty one is none to the job scripts; here it would be the current folder, or /
+        if os.environ.get(name) == "":
+            del os.environ[name]
     parser = _parser()
     ours, passed_on = arguments, []
     if "--" in arguments and arguments[:1] == ["stage"]:  # argparse would take what follows for flags

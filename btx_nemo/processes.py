@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -17,16 +18,16 @@ def end_with_parent(number: int = signal.SIGTERM) -> Callable[[], None]:
 
     Linux; elsewhere it does nothing. Ranks save a checkpoint on SIGTERM, and torchrun passes it on to its ranks.
     """
-    parent = os.getpid()
+    return functools.partial(end_with, os.getpid(), number)
 
-    def prepare() -> None:
-        prctl = getattr(_LIBC, "prctl", None)
-        if prctl is not None:
-            prctl(PR_SET_PDEATHSIG, number)
-            if os.getppid() != parent:  # it died before that
-                os.kill(os.getpid(), number)
 
-    return prepare
+def end_with(parent: int, number: int) -> None:
+    """As `end_with_parent`, for a child that knows its parent."""
+    prctl = getattr(_LIBC, "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it died before that
+            os.kill(os.getpid(), number)
 
 
 def started(pid: int) -> str:

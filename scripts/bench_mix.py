@@ -52,9 +52,9 @@ def make_model(folder: Path, size: dict[str, int], dtype: str, seed: int) -> Non
     """Write a random Llama folder with a word-level tokenizer."""
     from btx_nemo.checkpoints.files import write_json
     from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-    from btx_nemo.families.architecture import choose_architecture
     from btx_nemo.families.base import layout as shapes
     from btx_nemo.families.config import ModelConfig
+    from btx_nemo.families.target import choose_target
     from btx_nemo.plan.execute import execute
     from btx_nemo.plan.expr import Normal
     from btx_nemo.plan.plan import Job, Plan
@@ -66,7 +66,7 @@ def make_model(folder: Path, size: dict[str, int], dtype: str, seed: int) -> Non
     sink = SafetensorsSink(folder, layout, producer=None)  # as other tools write: without a manifest
     execute(Plan(tuple(Job(name, info, Normal(0.02)) for name, info in layout.items()), {}), {}, sink, seed=seed)
     sink.close()
-    write_json(folder / "config.json", choose_architecture(config, {}, "bench").write(config, dtype, {}))
+    write_json(folder / "config.json", choose_target(config, {}, "bench").architecture.write(config, dtype, {}))
     vocab = {f"w{i}": i for i in range(size["vocab_size"])}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "w0"}
     write_json(folder / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainConfig
+from btx_nemo.estimate.arguments import AXES
 from btx_nemo.estimate.memory import Setup, memory
 from btx_nemo.families.config import ModelConfig, MoEConfig
 
@@ -49,7 +50,7 @@ def reset_peak() -> None:
 
 def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> TrainConfig:
     """A run on random tokens; the model's other sizes follow from its hidden size."""
-    layout = LayoutConfig(tp=options.tp, pp=options.pp, ep=options.ep)
+    layout = LayoutConfig(**{name: getattr(options, name) for name in AXES})
     microbatches = 2 * layout.pp
     return TrainConfig(
         stage="mix" if options.moe else "expert",
@@ -68,9 +69,10 @@ def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> Tr
         layout=layout,
         precision=options.precision,
         recompute=options.recompute,
+        recompute_modules=options.recompute_modules,
         steps=10,
         micro_batch_size=4,
-        global_batch_size=4 * microbatches * ranks // (layout.tp * layout.pp),
+        global_batch_size=4 * microbatches * layout.dp(ranks),
         optim=OptimConfig(lr=1e-3, warmup_steps=1),
     )
 
@@ -123,6 +125,7 @@ def measure(config: TrainConfig, ranks: int) -> tuple[float, float]:
         microbatches=2 * config.layout.pp,
         precision=config.precision,
         recompute=config.recompute,
+        recompute_modules=tuple(config.recompute_modules),
         flash=on_gpu,
     )
     planned = memory(config.model, setup, mpu.get_pipeline_model_parallel_rank()).total
@@ -138,11 +141,12 @@ def main() -> None:
     from btx_nemo.megatron.parallel import parallel_state
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("tp", "pp", "ep"):
+    for name in AXES:
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--moe", action="store_true", help="a mixture of 4 experts instead of a dense model")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--recompute", default="none")
+    parser.add_argument("--recompute-modules", nargs="+", default=["core_attn"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     give_memory_back()

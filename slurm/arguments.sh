@@ -7,7 +7,7 @@ btx_integer() { # name value: arithmetic on an unchecked string would run what i
 }
 # shellcheck disable=SC2034 # the scripts read what it sets
 btx_arguments() { # reserved-keys argument...: sets WORDS, CONFIG, OVERRIDES and ALLOW_MISSING
-  local reserved=$1 argument key
+  local reserved=" $1 " argument key
   shift
   WORDS=() CONFIG=() OVERRIDES=() ALLOW_MISSING=0
   for argument in "$@"; do
@@ -18,7 +18,7 @@ btx_arguments() { # reserved-keys argument...: sets WORDS, CONFIG, OVERRIDES and
         key=${argument%%=*}
         key=${key#"${key%%[!+~]*}"}
         # This script decides these, and looks for the result there.
-        [[ " $reserved " != *" $key "* ]] ||
+        [[ $reserved != *" $key "* && $reserved != *" ${key%%.*} "* ]] ||
           btx_die 2 "override ${argument@Q}: this script sets $key itself; choose the folder with BTX_RUNS, or use btx-nemo directly"
         OVERRIDES+=("$argument")
         ;;
@@ -44,7 +44,7 @@ btx_override() { # key: the last value given to it
   for override in "${OVERRIDES[@]}"; do
     if [[ $override =~ ^[+]*"$1"= ]]; then value=${override#*=}; fi
   done
-  if [[ $value == \'*\' ]]; then value=${value:1:-1}; fi
+  if [[ $value =~ ^\'.*\'$ || $value =~ ^\".*\"$ ]]; then value=${value:1:-1}; fi
   printf '%s' "$value"
 }
 btx_check_domain() {

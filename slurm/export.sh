@@ -17,8 +17,11 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [[ ! -f $here/common.sh ]]; then # sbatch runs a copy in slurmd's spool; Slurm knows the submitted path
-  here=$(scontrol show job "${SLURM_JOB_ID:?}" | sed -n 's|^ *Command=\(/.*\)/export\.sh\( .*\)*$|\1|p')
-  here=${here%%$'\n'*}
+  for ((try = 0; try < 12; try++)); do # a controller that is being restarted is back in a minute
+    here=$(scontrol show job "${SLURM_JOB_ID:?}") && break
+    sleep 5
+  done
+  here=${here#*Command=} here=${here%%/export.sh*}
 fi
 # shellcheck source=slurm/common.sh
 source "$here/common.sh"

@@ -17,13 +17,16 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [[ ! -f $here/common.sh ]]; then # sbatch runs a copy in slurmd's spool; Slurm knows the submitted path
-  here=$(scontrol show job "${SLURM_JOB_ID:?}" | sed -n 's|^ *Command=\(/.*\)/train_seed\.sh\( .*\)*$|\1|p')
-  here=${here%%$'\n'*}
+  for ((try = 0; try < 12; try++)); do # a controller that is being restarted is back in a minute
+    here=$(scontrol show job "${SLURM_JOB_ID:?}") && break
+    sleep 5
+  done
+  here=${here#*Command=} here=${here%%/train_seed.sh*}
 fi
 # shellcheck source=slurm/common.sh
 source "$here/common.sh"
 
-btx_arguments "domain out" "$@"
+btx_arguments "domain out export" "$@"
 ((${#WORDS[@]} == 0)) || btx_die 2 "${WORDS[0]@Q}: expected KEY=VALUE or --config-name=NAME"
 btx_setup "$here" seed
 btx_config tiny_seed

@@ -24,7 +24,7 @@ LINES = [
     pytest.param(line, id=f"{path.name}:{number}")
     for path in SHOWN
     for number, line in enumerate(path.read_text().splitlines(), 1)
-    if re.search(r"layout\.(tp|pp|ep)=\d", line)
+    if re.search(r"layout\.(tp|pp|vpp|cp|ep|etp)=\d", line)
 ]
 
 
@@ -38,7 +38,7 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
 
 def check_shown(line: str, ranks: int = 8) -> None:
     """`check_layout` of the layout in a line, for Llama-3.2-1B, with as many experts as the line names, else four."""
-    layout = {name: int(size) for name, size in re.findall(r"layout\.(tp|pp|ep)=(\d+)", line)}
+    layout = {name: int(size) for name, size in re.findall(r"layout\.(tp|pp|vpp|cp|ep|etp)=(\d+)", line)}
     started = re.search(r"--nproc-per-node[ =](\d+)", line)
     named = re.search(r"(?:submit|mix\.sh) ((?:[a-z][a-z0-9_]* )+)", line)
     moe = MoEConfig(num_experts=len(named[1].split()) + 1 if named else 4) if "ep" in layout else None

@@ -6,7 +6,8 @@ What Megatron-Core's `sharded_state_dict` can be told, and what becomes of the k
     singleton_local_shards=True    ...mlp.experts.experts.{e}.linear_fc1...    a key per expert
                                    ...linear_fc1.weight_w, ...weight_v         gate and up projection apart
 
-SequentialMLP, GroupedMLP and TEGroupedMLP all use these, so that their checkpoints read alike.
+SequentialMLP, GroupedMLP and TEGroupedMLP all use these, whatever their weights look like in memory, so that their
+checkpoints read alike, and each reads what another has written (tests/checkpoints/test_expert_layers.py).
 """
 
 from __future__ import annotations
@@ -20,11 +21,18 @@ import torch
 from btx_nemo.checkpoints.reader import Reader
 from btx_nemo.errors import UserError
 from btx_nemo.plan.evaluate import evaluate
-from btx_nemo.plan.expr import Concat, Expr, Index, Stack, Take, infer
+from btx_nemo.plan.expr import Concat, Expr, Index, Slice, Stack, Take, infer
 from btx_nemo.plan.layout import Box, Layout
 
+SPELLINGS: dict[str, dict[str, bool]] = {
+    "stacked": {"non_homogeneous_layers": True, "singleton_local_shards": False},
+    "apart": {"non_homogeneous_layers": True, "singleton_local_shards": True},
+}
+"""How experts can be written -> the metadata by which Megatron-Core spells a model's keys so."""
 _SOURCE = "stored"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_EXPERTS = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.)(linear_.+)")
+_GATE_AND_UP = re.compile(r"decoder\.layers\.\d+\.mlp\..*linear_fc1\.weight")
 _EXPERT = re.compile(r"(decoder\.layers\.\d+\.mlp\.experts\.experts\.)(\d+)\.(.+)")
 
 
@@ -54,6 +62,28 @@ class RespelledReader(Reader):
     def read_into(self, name: str, box: Box, out: torch.Tensor) -> None:
         """Read one part; only the bytes that it needs."""
         out.copy_(evaluate(self.table[name], {_SOURCE: self.reader}, self._layout[name], name, 0, box))
+
+
+def experts_apart(table: Mapping[str, Expr], layout: Layout) -> dict[str, Expr]:
+    """The same tensors spelled as `apart`: a key an expert, and gate and up projections under keys of their own.
+
+    `table` has Megatron's keys a layer, `layout` their shapes; `respelled` undoes it.
+    """
+    single: dict[str, tuple[Expr, int]] = {}
+    for key, expr in table.items():
+        found = _EXPERTS.fullmatch(key)
+        if found is None:
+            single[key] = (expr, layout[key].shape[0] if layout[key].shape else 0)
+            continue
+        for number in range(layout[key].shape[0]):
+            single[f"{found[1]}{number}.{found[2]}"] = (Index(expr, number), layout[key].shape[1])
+    result: dict[str, Expr] = {}
+    for key, (expr, rows) in single.items():
+        if _GATE_AND_UP.fullmatch(key):
+            result[f"{key}_w"], result[f"{key}_v"] = Slice(expr, 0, 0, rows // 2), Slice(expr, 0, rows // 2, rows)
+        else:
+            result[key] = expr
+    return result
 
 
 def respelled(reader: Reader) -> Reader:

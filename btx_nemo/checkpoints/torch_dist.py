@@ -1,23 +1,18 @@
-"""Reading and writing Megatron's torch_dist checkpoints without Megatron and without building a model."""
+"""Reading Megatron's torch_dist checkpoints without Megatron and without building a model."""
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from btx_nemo.checkpoints.direct import PastCache
-from btx_nemo.checkpoints.dist_format import METADATA, Payload, StoredTensor, locate, read_metadata
+from btx_nemo.checkpoints.dist_format import Payload, StoredTensor, locate, read_metadata
 from btx_nemo.checkpoints.files import open_regular
 from btx_nemo.checkpoints.reader import Reader, read_box
 from btx_nemo.errors import UserError
-from btx_nemo.plan.layout import Box, Layout, TensorInfo, row_blocks
-from btx_nemo.plan.plan import Job
+from btx_nemo.plan.layout import Box, Layout, TensorInfo
 
 STATE_PREFIXES = ("optimizer.", "chained_", "rng_state", "common_state", "opt_param_scheduler", "rerun_state")
 """Keys of training state, which a model's weights never begin with."""
@@ -97,101 +92,3 @@ class DistReader(Reader):
         finally:
             past.close()
             os.close(fd)
-
-
-class DistSink:
-    """Writes a torch_dist checkpoint that `megatron.core.dist_checkpointing.load` reads (0.16 to 0.19).
-
-    Tensors are stored as chunks of at most `chunk_bytes`, spread over files in a way that does not depend on the
-    number of workers; one worker at a time appends to a file, so memory stays at one chunk per worker.
-    """
-
-    def __init__(
-        self, folder: Path, targets: Mapping[str, TensorInfo], *, files: int = 8, chunk_bytes: int = 16 << 20
-    ) -> None:
-        self.folder = folder
-        self.targets = dict(targets)
-        self._boxes = {name: row_blocks(info, chunk_bytes) for name, info in self.targets.items()}
-        self._file_of = _spread(self.targets, files)
-        self._streams: dict[str, Any] = {}
-        self._places: dict[tuple[str, Box], tuple[str, int, int]] = {}
-
-    def work(self, jobs: tuple[Job, ...]) -> list[list[tuple[Job, Box]]]:
-        """One list per file."""
-        lists: dict[str, list[tuple[Job, Box]]] = {file: [] for file in sorted(set(self._file_of.values()))}
-        for job in jobs:
-            lists[self._file_of[job.target]] += [(job, box) for box in self._boxes[job.target]]
-        return list(lists.values())
-
-    def offset(self, target: str, box: Box) -> int:
-        """Not known before: an archive's header precedes a part."""
-        return 0
-
-    def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
-        """Append one chunk, as a `torch.save` archive, to its file."""
-        file = self._file_of[target]
-        stream = self._streams.get(file)
-        if stream is None:
-            stream = self._streams[file] = open(self.folder / file, "xb")  # noqa: SIM115
-        offset = stream.tell()
-        torch.save(tensor.clone(), stream)  # a copy of its own: torch.save stores the whole memory behind a view
-        self._places[target, box] = (file, offset, stream.tell() - offset)
-
-    def close(self) -> None:
-        """Write `.metadata`, `common.pt` and `metadata.json`; close and sync all files."""
-        for stream in self._streams.values():
-            stream.flush()
-            os.fsync(stream.fileno())
-        self.abort()
-        with open(self.folder / METADATA, "xb") as stream:
-            pickle.dump(self._metadata(), stream)
-        torch.save({}, self.folder / "common.pt")
-        backend = {
-            "sharded_backend": "torch_dist",
-            "sharded_backend_version": 1,
-            "common_backend": "torch",
-            "common_backend_version": 1,
-        }
-        (self.folder / "metadata.json").write_text(json.dumps(backend))
-
-    def _metadata(self) -> Any:
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
-
-        table: dict[str, Any] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        for name, info in self.targets.items():
-            chunks = []
-            for box in self._boxes[name]:
-                offsets = torch.Size(low for low, _ in box)
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(high - low for low, high in box)))
-                file, offset, length = self._places[name, box]
-                storage[MetadataIndex(name, offsets)] = _StorageInfo(file, offset, length)
-            properties = TensorProperties(dtype=getattr(torch, info.dtype))
-            table[name] = TensorStorageMetadata(properties, torch.Size(info.shape), chunks)
-        metadata = Metadata(table, None, storage, StorageMeta())
-        metadata.version = "1.0.0"
-        return metadata
-
-    def abort(self) -> None:
-        """Close the files."""
-        while self._streams:
-            self._streams.popitem()[1].close()
-
-
-def _spread(targets: Mapping[str, TensorInfo], files: int) -> dict[str, str]:
-    """Tensor -> file: the largest first, each to the file with the fewest bytes."""
-    sizes = [0] * max(1, min(files, len(targets)))
-    place = {}
-    for name, info in sorted(targets.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        number = sizes.index(min(sizes))
-        sizes[number] += info.nbytes
-        place[name] = f"__0_{number}.distcp"
-    return place

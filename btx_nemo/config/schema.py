@@ -239,7 +239,7 @@ class TrainConfig:
     tokenizer: str | None = None
     """Tokenizer folder that goes along with the checkpoints; default: the one of `init_from` or of the data."""
     domain: str | None = None
-    """Train on this domain alone (instead of `data.blend`)."""
+    """What the run is an expert of. Without `data.blend` it trains on the data of this name alone."""
     data: DataConfig
     """Tokens."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)

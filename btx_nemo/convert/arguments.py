@@ -13,7 +13,10 @@ _COMMON = (
     "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result with its "
     "source not at all, without logits, or with them however large (default: if small)"
 )
-_IMPORT = "in=DIR and out=DIR; allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; "
+_IMPORT = (
+    "in=DIR and out=DIR; allow_bin=true: read pytorch_model.bin, a pickle, as weights alone; experts=stacked or apart: "
+    "one key for all experts of a layer (default) or one each (in may then be a checkpoint, spelled anew); "
+)
 _EXPORT = (
     "in=DIR and out=DIR; target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same "
     "unless allow_inexact=true; shard_size=BYTES: largest file; "
@@ -24,8 +27,18 @@ def add_conversions(command: Callable) -> None:
     """Adds import and export."""
     sub = command("import", _import, "Hugging Face folder -> Megatron distributed checkpoint: in=HF out=DIR")
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_IMPORT + _COMMON)
+    _add_flag(sub, "verify=false", "--no-verify")
     sub = command("export", _export, "Megatron checkpoint or run directory -> Hugging Face folder: in=CKPT out=HF")
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_EXPORT + _COMMON)
+    _add_flag(sub, "verify=false", "--no-verify")
+    _add_flag(sub, "allow_inexact=true", "--allow-inexact")
+    sub.add_argument(
+        "--target", dest="flags", action="append", type="target={}".format, metavar="MODEL_TYPE", help="target="
+    )
+
+
+def _add_flag(sub: argparse.ArgumentParser, assignment: str, flag: str) -> None:
+    sub.add_argument(flag, dest="flags", action="append_const", const=assignment, help=f"the same as {assignment}")
 
 
 def add_verify(command: Callable) -> None:
@@ -40,9 +53,10 @@ def add_verify(command: Callable) -> None:
 
 def _assignments(arguments: argparse.Namespace, **optional: Callable[[str], Any]) -> tuple[Path, Path, dict[str, Any]]:
     """(in, out, options) of `in=DIR out=DIR key=value...`, each option through the function that reads it."""
-    given = " ".join(arguments.assignments)
+    assignments = [*arguments.assignments, *(arguments.flags or ())]
+    given = " ".join(assignments)
     values: dict[str, str] = {}
-    for assignment in arguments.assignments:
+    for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not value:
             raise UserError(f"expected in=DIR out=DIR, got {given}")
@@ -76,7 +90,7 @@ def _flag(key: str) -> Callable[[str], bool]:
 def _import(arguments: argparse.Namespace) -> None:
     from btx_nemo.convert.to_megatron import import_hf
 
-    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"))
+    source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"), experts=str)
     print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 

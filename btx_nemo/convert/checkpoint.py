@@ -9,11 +9,12 @@ from typing import Any
 from btx_nemo.checkpoints.manifest import source_facts
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import check_tokenizer
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source
 from btx_nemo.plan.execute import TensorReader, execute
+from btx_nemo.plan.layout import PAGE
 from btx_nemo.plan.plan import Plan
 from btx_nemo.plan.progress import byte_progress
 
@@ -21,11 +22,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def space_needed(plan: Plan, tokenizer: Path) -> int:
-    """Bytes that a result takes, at most: tensors, the tokenizer's files, 1 MiB + 2 % for metadata and the file system.
+    """Bytes that a result takes, at most: tensors, two pages around each, the tokenizer's files, 1 MiB + 2 %.
 
     Raises UserError when one of the tokenizer's files cannot be copied.
     """
-    return plan.nbytes + plan.nbytes // 50 + (1 << 20) + check_tokenizer(tokenizer)
+    return plan.nbytes + plan.nbytes // 50 + 2 * PAGE * len(plan.jobs) + (1 << 20) + check_tokenizer(tokenizer)
 
 
 def check_dtype(dtype: str | None) -> None:

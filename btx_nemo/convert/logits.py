@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
+from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import Source
 
 
 def megatron_logits(model: Path | Source, tokens_BS: Tensor, layout: LayoutConfig | None = None) -> Tensor | None:
     """fp32 logits [B, S, V] of a folder that `open_source` knows, or of one opened, computed by Megatron-Core in fp32.
 
+    Routers that draw at inference take the most likely expert instead (`settled`).
     Collective over the ranks of `layout`; None on ranks that are not of the last pipeline stage.
     """
     from btx_nemo.megatron.load import load_weights
@@ -27,13 +30,21 @@ def megatron_logits(model: Path | Source, tokens_BS: Tensor, layout: LayoutConfi
     from btx_nemo.train.source import model_source, open_source
 
     layout = layout or LayoutConfig()
+    assert layout.cp == layout.vpp == 1, "logits of whole sequences, from one chunk"
     source = model_source(model) if isinstance(model, Source) else open_source(model)
     with parallel_state(layout, seed=0):
         # Megatron's own layers everywhere: Transformer Engine may multiply fp32 in a coarser format.
-        gpt = build_model(source.model, layout, transformer_engine=False)
+        gpt = build_model(settled(source.model), layout, transformer_engine=False)
         load_weights(gpt, source.expressions, source.readers, seed=0)
         logits = model_logits(gpt, tokens_BS)
         return None if logits is None else logits[..., : source.model.vocab_size]
+
+
+def settled(model: ModelConfig) -> ModelConfig:
+    """The model with nothing left to chance, so that logits can be compared: inference=hard becomes argmax."""
+    if model.moe is None or model.moe.options.get("inference") != "hard":
+        return model
+    return replace(model, moe=replace(model.moe, options={**model.moe.options, "inference": "argmax"}))
 
 
 @torch.no_grad()
@@ -71,7 +82,7 @@ def model_logits(gpt: torch.nn.Module, tokens_BS: Tensor) -> Tensor | None:
 
 
 def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
-    """fp32 logits [B, S, V] of a Hugging Face folder, computed by transformers in fp32."""
+    """fp32 logits [B, S, V] of a Hugging Face folder, `settled`, computed by transformers in fp32."""
     from btx_nemo.megatron.platform import device
 
     model = load_hf(folder)
@@ -80,15 +91,22 @@ def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:
 
 
 def load_hf(folder: Path) -> Any:
-    """A Hugging Face folder as a transformers model, fp32, in evaluation mode. Raises UserError."""
-    from transformers import AutoModelForCausalLM
+    """A Hugging Face folder as a transformers model, fp32, in evaluation mode, `settled`. Raises UserError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from btx_nemo.convert.hf_moe import register_auto_classes
 
     register_auto_classes()  # so that no code of the folder's own is ever asked for
     try:
         with quiet_transformers():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            options = getattr(config, "router_options", None) or {}
+            if options.get("inference") == "hard":
+                config.router_options = {**options, "inference": "argmax"}
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.float32, local_files_only=True
+            )
+            return model.eval()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: transformers cannot load it: {error}") from error
 

@@ -14,12 +14,11 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import (
     SHARED,
     Architecture,
-    choose_architecture,
-    explain_choice,
     stored_dtype,
     write_settings,
 )
 from btx_nemo.families.source import Source, open_source
+from btx_nemo.families.target import choose_target
 from btx_nemo.plan.expr import infer, substitute
 from btx_nemo.plan.layout import TensorInfo
 from btx_nemo.plan.plan import Job, Plan
@@ -50,19 +49,22 @@ def export_hf(
     source = open_source(src, "ckpt")
     if source.kind != "megatron":
         raise UserError(f"{src}: is a Hugging Face folder already; export takes a checkpoint or a run directory")
-    architecture = choose_architecture(source.config, source.base, str(src), target, allow_inexact)
-    plan = export_plan(source, architecture, dtype)
+    dtype_written = dtype or source.dtype
+    chosen = choose_target(
+        source.config, source.base, str(src), target, allow_inexact=allow_inexact, dtype=dtype_written
+    )
+    architecture, written = chosen.architecture, chosen.view(source)
+    plan = export_plan(written, architecture, dtype)
     plan.check()
-    chosen = explain_choice(architecture, source.config)
     with atomic_dir(out, space_needed(plan, source.tokenizer)) as folder:
         sink = SafetensorsSink(folder, {job.target: job.info for job in plan.jobs}, shard_size)
         stream(plan, [source], sink, "export", workers=workers)
         copy_tokenizer(source.tokenizer, folder)
-        write_settings(architecture, folder, source.config, dtype or source.dtype, source.base)
-        extra = {"architecture": architecture.model_type, "chosen": chosen, **facts([source], plan)}
+        write_settings(architecture, folder, written.config, dtype_written, source.base)
+        extra = {"architecture": architecture.model_type, "chosen": chosen.chosen, **facts([source], plan)}
         write_manifest(folder, kind="export", extra=extra)
-        verified = check_result(source, folder, verify, exact=architecture.inexact(source.config) is None)
-    return f"{chosen}; {verified}"
+        verified = check_result(source, folder, verify, chosen)
+    return f"{chosen.chosen}; {verified}"
 
 
 def export_plan(source: Source, architecture: Architecture, dtype: str | None = None) -> Plan:

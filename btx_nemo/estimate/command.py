@@ -9,13 +9,14 @@ from rich.table import Table
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
+from btx_nemo.estimate.arguments import AXES
 from btx_nemo.estimate.communication import Communication, communication
 from btx_nemo.estimate.memory import ITEMSIZE, Setup, memory
 from btx_nemo.estimate.suggest import Candidate, candidates, flops, suggest
 from btx_nemo.families.architecture import read_config
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import find_checkpoint, read_model_json
-from btx_nemo.megatron.parallel import check_layout
+from btx_nemo.megatron.parallel import check_batch, check_layout
 from btx_nemo.plan.progress import human_bytes
 
 
@@ -29,12 +30,14 @@ def plan(
     global_batch_size: int,
     precision: str,
     recompute: str,
+    recompute_modules: tuple[str, ...],
     flash: bool,
     memory_gib: float | None,
 ) -> None:
     """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError."""
     model = model_of(folder)
-    ranks = layout.tp * layout.pp * layout.ep if gpus is None else gpus
+    smallest = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp
+    ranks = smallest if gpus is None else gpus
     console = Console()
     if precision not in ITEMSIZE:
         raise UserError(f"--precision {precision}: unknown; known: {', '.join(ITEMSIZE)}")
@@ -48,11 +51,13 @@ def plan(
         console.print(_suggestions(suggest(model, setups, int(memory_gib * 2**30)), memory_gib))
         return
     check_layout(layout, ranks, model)
-    per_step = micro_batch_size * (ranks // (layout.tp * layout.pp))
+    per_step = micro_batch_size * layout.dp(ranks)
     if micro_batch_size < 1 or global_batch_size % per_step:
         raise UserError(f"--global-batch-size {global_batch_size}: must be a multiple of {max(per_step, 1)}")
+    microbatches = global_batch_size // per_step
+    check_batch(layout, seq_length=seq_length, microbatches=microbatches)
     setup = Setup(
-        layout, ranks, seq_length, micro_batch_size, global_batch_size // per_step, precision, recompute, flash
+        layout, ranks, seq_length, micro_batch_size, microbatches, precision, recompute, flash, recompute_modules
     )
     console.print(_stages(model, setup))
     console.print(_sent(communication(model, setup)))
@@ -66,10 +71,16 @@ def model_of(folder: Path) -> ModelConfig:
     return read_model_json(checkpoint) if checkpoint else read_config(folder)
 
 
+def axes(layout: LayoutConfig) -> str:
+    """The layout in a few words: the axes that are used, and always tp, pp and ep."""
+    named = {name: getattr(layout, name) for name in AXES}
+    return " ".join(f"{name}={size}" for name, size in named.items() if size > 1 or name in ("tp", "pp", "ep"))
+
+
 def _stages(model: ModelConfig, setup: Setup) -> Table:
     layout = setup.layout
     table = Table(
-        title=f"a rank of tp={layout.tp} pp={layout.pp} ep={layout.ep}, {setup.ranks} ranks, {setup.precision}, "
+        title=f"a rank of {axes(layout)}, {setup.ranks} ranks, {setup.precision}, "
         f"{setup.seq_length} tokens, micro-batch {setup.micro_batch_size}, recompute {setup.recompute}"
     )
     for column in ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "total"):
@@ -83,21 +94,22 @@ def _stages(model: ModelConfig, setup: Setup) -> Table:
 
 def _sent(sent: Communication) -> Table:
     table = Table(title="sent by a rank in a step, at most")
-    for column in ("tensor", "expert", "pipeline", "data"):
+    for column in ("tensor", "context", "expert", "pipeline", "data"):
         table.add_column(column, justify="right")
-    table.add_row(*map(human_bytes, (sent.tensor, sent.expert, sent.pipeline, sent.data)))
+    table.add_row(*map(human_bytes, (sent.tensor, sent.context, sent.expert, sent.pipeline, sent.data)))
     return table
 
 
 def _suggestions(found: list[Candidate], memory_gib: float) -> Table:
     table = Table(title=f"layouts that fit into {memory_gib:g} GiB, the fastest by estimate first")
-    for column in ("tp", "pp", "ep", "dp", "recompute", "memory a rank", "sent a step"):
+    for column in ("layout", "dp", "recompute", "memory a rank", "sent a step"):
         table.add_column(column, justify="right")
     for candidate in found:
         setup = candidate.setup
-        layout = setup.layout
         table.add_row(
-            *map(str, (layout.tp, layout.pp, layout.ep, setup.dp, setup.recompute)),
+            axes(setup.layout),
+            str(setup.dp),
+            setup.recompute,
             human_bytes(candidate.memory.total),
             human_bytes(candidate.communication.total),
         )

@@ -8,14 +8,14 @@ micro-batch, H hidden, F feed-forward, Q query width, S sequence, k experts per 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import prod
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.families.base import get_family
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import dense_width, fill, shared_width
+from btx_nemo.megatron.model import chunk_layers
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _CUT = (
@@ -47,21 +47,36 @@ class Setup:
     recompute: str = "none"
     flash: bool = True
     """Attention that keeps no probabilities (Transformer Engine on a GPU); Megatron's local layers keep them."""
+    recompute_modules: tuple[str, ...] = ("core_attn",)
 
     @property
     def dp(self) -> int:
+        """Ranks that have their own sequences."""
+        return self.layout.dp(self.ranks)
+
+    @property
+    def dense_dp(self) -> int:
         """Ranks that share the dense weights."""
         return self.ranks // (self.layout.tp * self.layout.pp)
 
     @property
     def expert_dp(self) -> int:
         """Ranks that share an expert's weights."""
-        return self.ranks // (self.layout.pp * self.layout.ep)
+        return self.ranks // (self.layout.pp * self.layout.ep * self.layout.etp)
+
+    @property
+    def positions(self) -> int:
+        """Of each sequence, on a context-parallel rank."""
+        return self.seq_length // self.layout.cp
 
     @property
     def tokens(self) -> int:
-        """T: tokens of a micro-batch."""
-        return self.seq_length * self.micro_batch_size
+        """T: tokens of a micro-batch, on a context-parallel rank."""
+        return self.positions * self.micro_batch_size
+
+    def again(self, module: str) -> bool:
+        """Whether a module's activations are computed again by itself."""
+        return self.recompute == "selective" and module in self.recompute_modules
 
 
 @dataclass(frozen=True)
@@ -82,45 +97,79 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A rank's part of one parameter."""
+@dataclass
+class Counts:
+    """Parameters of a part of the model, by how ranks share them."""
 
-    key: str
-    numel: int
-    expert: bool
+    cut: int = 0
+    """Cut by tensor parallelism."""
+    whole: int = 0
+    """Whole on every rank."""
+    router: int = 0
+    """Whole, and fp32 whatever the model is."""
+    expert: int = 0
+    """Spread and cut by expert parallelism."""
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
+
+    def on_rank(self, layout: LayoutConfig) -> Counts:
+        """What one rank has of them."""
+        return Counts(self.cut // layout.tp, self.whole, self.router, self.expert // (layout.ep * layout.etp))
 
 
-def pieces(model: ModelConfig, layout: LayoutConfig, stage: int) -> Iterator[Piece]:
+@dataclass
+class Parts:
+    """Parameters of the whole model, by where a pipeline puts them."""
+
+    layers: list[Counts]
+    embedding: Counts
+    """On the first stage; with tied weights on the last as well."""
+    end: Counts
+    """On the last stage."""
+
+
+_known: dict[str, Parts] = {}
+"""By the model: a suggestion asks for the same some thousand times."""
+
+
+def parts(model: ModelConfig) -> Parts:
+    """Counted over the family's table."""
+    if repr(model) not in _known:
+        found = Parts([Counts() for _ in range(model.num_layers)], Counts(), Counts())
+        for key, shapes, _ in fill(get_family(model.family).table, model):
+            layer = _LAYER.match(key)
+            where = found.embedding if key.startswith("embedding.") else found.end
+            where = found.layers[int(layer[1])] if layer else where
+            kind = "router" if ".router." in key else "cut" if key.endswith(_CUT) else "whole"
+            kind = "expert" if ".experts." in key else kind
+            setattr(where, kind, getattr(where, kind) + sum(prod(shape) for _, shape in shapes))
+        _known[repr(model)] = found
+    return _known[repr(model)]
+
+
+def on_rank(model: ModelConfig, layout: LayoutConfig, stage: int) -> Counts:
     """The parameters of a rank of a pipeline stage."""
-    per_stage = model.num_layers // layout.pp
-    last = layout.pp - 1
-    for key, parts, _ in fill(get_family(model.family).table, model):
-        numel = sum(prod(shape) for _, shape in parts)
-        layer = _LAYER.match(key)
-        if layer:
-            mine = int(layer[1]) // per_stage == stage
-        elif key.startswith("embedding."):
-            mine = stage == 0 or (model.tie_word_embeddings and stage == last)
-        else:
-            mine = stage == last
-        if mine:
-            expert = ".experts." in key
-            shared = layout.ep if expert else layout.tp if key.endswith(_CUT) else 1
-            yield Piece(key, numel // shared, expert)
+    found, total, last = parts(model), Counts(), layout.pp - 1
+    for chunk in range(layout.vpp):
+        total = sum((found.layers[layer] for layer in chunk_layers(model, layout, stage, chunk)), total)
+    if stage == 0 or (model.tie_word_embeddings and stage == last):
+        total += found.embedding
+    return (total + found.end if stage == last else total).on_rank(layout)
 
 
 def memory(model: ModelConfig, setup: Setup, stage: int) -> Memory:
     """What a rank of a pipeline stage holds at the peak of a step."""
-    size = ITEMSIZE[setup.precision]
-    count = weights = gradients = optimizer = 0
-    for piece in pieces(model, setup.layout, stage):
-        item = FP32 if ".router." in piece.key else size
-        count += piece.numel
-        weights += item * piece.numel
-        gradients += FP32 * piece.numel  # reduced in fp32
-        moments = 2 * FP32 + (FP32 if item < FP32 else 0)  # AdamW's two, and the main weights of a narrower model
-        optimizer += moments * piece.numel // (setup.expert_dp if piece.expert else setup.dp)
+    size, found = ITEMSIZE[setup.precision], on_rank(model, setup.layout, stage)
+    count = sum(astuple(found))
+    weights = size * count + (FP32 - size) * found.router
+    # AdamW's two moments, and the main weights of what is narrower.
+    dense = 2 * FP32 * (count - found.expert)
+    expert = 2 * FP32 * found.expert
+    if size < FP32:
+        dense, expert = dense + FP32 * (found.cut + found.whole), expert + FP32 * found.expert
+    optimizer = dense // setup.dense_dp + expert // setup.expert_dp
+    gradients = FP32 * count  # reduced in fp32
     return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage))
 
 
@@ -130,16 +179,30 @@ def worst(model: ModelConfig, setup: Setup) -> Memory:
 
 
 def activations(model: ModelConfig, setup: Setup, stage: int) -> int:
-    """What autograd keeps at the peak: 1F1B holds pp - stage micro-batches of a stage at once, if there are so many."""
-    per_stage = model.num_layers // setup.layout.pp
-    layers = range(stage * per_stage, (stage + 1) * per_stage)
-    kept = [_layer(model, setup, model.is_mixture(layer)) for layer in layers]
-    in_flight = min(setup.layout.pp - stage, setup.microbatches)
-    last = head(model, setup) if stage == setup.layout.pp - 1 else 0
+    """What autograd keeps at the peak of a pipeline rank, while the passes of the schedule's warm-up are open."""
+    layout = setup.layout
+    layers = [
+        [_layer(model, setup, model.is_mixture(i)) for i in chunk_layers(model, layout, stage, chunk)]
+        for chunk in range(layout.vpp)
+    ]
+    last = head(model, setup) if stage == layout.pp - 1 else 0
     if setup.recompute == "full":  # every layer's input, and one layer's all while it is computed again, after the head
-        inputs = per_stage * ITEMSIZE[setup.precision] * setup.tokens * model.hidden_size // setup.layout.tp
-        return inputs * in_flight + max(*kept, last)
-    return sum(kept) * in_flight + last
+        one = ITEMSIZE[setup.precision] * setup.tokens * model.hidden_size // layout.tp
+        kept = [one * len(chunk) for chunk in layers]
+        once = max(*(layer.kept for chunk in layers for layer in chunk), last)
+    else:
+        kept = [sum(layer.kept for layer in chunk) for chunk in layers]
+        once = max(max(layer.again for chunk in layers for layer in chunk), last)
+    # Micro-batches go through a rank's chunks in groups of pp: each passes the first, then each the second.
+    return sum(kept[number // layout.pp % layout.vpp] for number in range(_in_flight(setup, stage))) + once
+
+
+def _in_flight(setup: Setup, stage: int) -> int:
+    """Forward passes of a chunk whose backward pass is to come, at most (Megatron's 1F1B, interleaved or not)."""
+    layout = setup.layout
+    after = layout.pp - stage - 1
+    warm_up = after if layout.vpp == 1 else 2 * after + (layout.vpp - 1) * layout.pp
+    return min(warm_up + 1, setup.microbatches * layout.vpp)
 
 
 def head(model: ModelConfig, setup: Setup) -> int:
@@ -148,23 +211,48 @@ def head(model: ModelConfig, setup: Setup) -> int:
     return (hidden + 2 * FP32 * setup.tokens * model.vocab_size) // setup.layout.tp
 
 
-def _layer(model: ModelConfig, setup: Setup, mixture: bool) -> int:
-    """One layer, one micro-batch."""
+@dataclass(frozen=True)
+class _Layer:
+    """Bytes of one layer and one micro-batch."""
+
+    kept: int
+    """From the forward pass to the backward pass."""
+    again: int
+    """Besides, while the backward pass computes them again."""
+
+
+def _layer(model: ModelConfig, setup: Setup, mixture: bool) -> _Layer:
     size, tokens, tp = ITEMSIZE[setup.precision], setup.tokens, setup.layout.tp
     hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
     wide = size < FP32
     # Inputs and outputs of the norms, which compute in fp32, the attention's output and the sublayers' inputs.
-    total = tokens * hidden * ((5 * size + 2 * FP32) if wide else 7 * size) // tp
-    total += 3 * tokens * query * size // tp  # rotated queries, and keys and values, one per query head
-    total += 4 * setup.seq_length * model.head_dim * size  # sines and cosines, for queries and keys
-    if not setup.flash:
-        total += setup.seq_length**2  # the causal mask
-        scores = model.num_attention_heads * setup.micro_batch_size * setup.seq_length**2 // tp
-        total += scores * (size + (FP32 if wide else 0))
+    kept, again = tokens * hidden * ((5 * size + 2 * FP32) if wide else 7 * size) // tp, 0
+    kept += tokens * query * size // tp  # rotated queries
+    kept += 4 * setup.positions * model.head_dim * size  # sines and cosines, for queries and keys
+    for module, parts in (("core_attn", _attention(model, setup)), ("mlp", _feed_forward(model, setup, mixture))):
+        module = "moe" if module == "mlp" and mixture else module
+        kept, again = (kept, max(again, parts)) if setup.again(module) else (kept + parts, again)
+    return _Layer(kept, again)
+
+
+def _attention(model: ModelConfig, setup: Setup) -> int:
+    """Keys and values, one per query head, and the scores."""
+    size, tp = ITEMSIZE[setup.precision], setup.layout.tp
+    query = model.num_attention_heads * model.head_dim
+    if setup.flash:
+        return 2 * setup.tokens * query * size // tp
+    total = 2 * setup.seq_length * setup.micro_batch_size * query * size // tp  # of the whole sequence
+    total += setup.positions * setup.seq_length  # the causal mask
+    scores = model.num_attention_heads * setup.micro_batch_size * setup.positions * setup.seq_length // tp
+    return total + scores * (size + (FP32 if size < FP32 else 0))
+
+
+def _feed_forward(model: ModelConfig, setup: Setup, mixture: bool) -> int:
+    size, tokens, tp = ITEMSIZE[setup.precision], setup.tokens, setup.layout.tp
     if not mixture:
-        return total + 5 * tokens * dense_width(model) * size // tp  # both halves, silu, and the product's factors
+        return 5 * tokens * dense_width(model) * size // tp  # both halves, silu, and the product's factors
     assert model.moe is not None
     routed = model.moe.top_k * tokens // tp  # balanced
-    total += routed * (6 * model.ffn_hidden_size + hidden) * size
-    total += tokens * hidden * FP32 // tp  # what the router sees
+    total = routed * (6 * model.ffn_hidden_size + setup.layout.etp * model.hidden_size) * size
+    total += tokens * model.hidden_size * FP32 // tp  # what the router sees
     return total + 5 * tokens * shared_width(model) * size // tp

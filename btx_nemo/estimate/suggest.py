@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ FLOPS = 400e12
 HEADROOM = 0.9
 """Share of the memory to fill: kernels, communication buffers and fragmentation take the rest."""
 
+LEAST_POSITIONS = 4096
+"""Of a sequence on a context-parallel rank; with fewer, what it sends takes longer than what it computes."""
+MOST_CHUNKS = 4
+"""Virtual stages of a pipeline rank; more send more and save hardly any waiting."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -37,34 +43,42 @@ class Candidate:
 def candidates(
     model: ModelConfig, ranks: int, *, global_batch_size: int, seq_length: int, **rest: object
 ) -> Iterator[Setup]:
-    """Every layout that divides the model, the ranks and the batch, tensor parallelism within a node."""
-    for tp in _divisors(min(NODE, ranks)):
-        divided = (
-            model.num_attention_heads,
-            model.num_query_groups,
-            model.ffn_hidden_size,
-            model.vocab_size,
-            seq_length,
-        )
-        if ranks % tp or any(size % tp for size in divided):
+    """Every layout that divides the model, the ranks and the batch, within what is sensible.
+
+    Tensor parallelism stays within a node, a context-parallel rank keeps at least LEAST_POSITIONS of a sequence,
+    experts are whole or cut as the rest is, and a pipeline rank has at most MOST_CHUNKS virtual stages.
+    """
+    for layout in _layouts(model, ranks, seq_length):
+        dp = layout.dp(ranks)
+        microbatches = global_batch_size // dp
+        if global_batch_size % dp or (layout.vpp > 1 and microbatches % layout.pp):
             continue
-        for pp in _divisors(model.num_layers):
-            if ranks % (tp * pp):
-                continue
-            dp = ranks // (tp * pp)
-            if global_batch_size % dp:
-                continue
-            experts = model.moe.num_experts if model.moe else 1
-            for ep in _divisors(experts):
-                if (ranks // pp) % ep == 0:
-                    yield Setup(
-                        layout=LayoutConfig(tp=tp, pp=pp, ep=ep),
-                        ranks=ranks,
-                        seq_length=seq_length,
-                        micro_batch_size=1,
-                        microbatches=global_batch_size // dp,
-                        **rest,  # type: ignore[arg-type]
-                    )
+        yield Setup(
+            layout=layout,
+            ranks=ranks,
+            seq_length=seq_length,
+            micro_batch_size=1,
+            microbatches=microbatches,
+            **rest,  # type: ignore[arg-type]
+        )
+
+
+def _layouts(model: ModelConfig, ranks: int, seq_length: int) -> Iterator[LayoutConfig]:
+    widths = (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size, model.vocab_size, seq_length)
+    experts = model.moe.num_experts if model.moe else 1
+    for tp, pp in itertools.product(_divisors(min(NODE, ranks)), _divisors(model.num_layers)):
+        if ranks % (tp * pp) or any(size % tp for size in widths):
+            continue
+        contexts = [cp for cp in _divisors(ranks // (tp * pp)) if cp == 1 or _may_cut(seq_length, cp, tp)]
+        chunks = [n for n in _divisors(model.num_layers // pp) if n == 1 or (pp > 1 and n <= MOST_CHUNKS)]
+        cuts = sorted({1, tp}) if model.moe else [1]
+        for cp, vpp, ep, etp in itertools.product(contexts, chunks, _divisors(experts), cuts):
+            if (ranks // pp) % (ep * etp) == 0:
+                yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
+
+
+def _may_cut(seq_length: int, cp: int, tp: int) -> bool:
+    return seq_length % (2 * cp * tp) == 0 and seq_length // cp >= LEAST_POSITIONS
 
 
 def suggest(model: ModelConfig, setups: Iterator[Setup], memory_bytes: int, count: int = 5) -> list[Candidate]:
@@ -92,13 +106,15 @@ def suggest(model: ModelConfig, setups: Iterator[Setup], memory_bytes: int, coun
 def step_seconds(model: ModelConfig, setup: Setup, sent: Communication) -> float:
     """Compute with the pipeline's bubble, and what is sent, nothing overlapped."""
     layout = setup.layout
-    bubble = 1 + (layout.pp - 1) / setup.microbatches
+    bubble = 1 + (layout.pp - 1) / (setup.microbatches * layout.vpp)
     passes = 4 if setup.recompute == "full" else 3
     compute = passes / 3 * flops(model, setup.seq_length) * setup.tokens * setup.microbatches
     compute *= bubble / (layout.tp * layout.pp * FLOPS)
-    ep_speed = FAST if layout.tp * layout.ep <= NODE else SLOW
+    ep_speed = FAST if max(layout.tp, layout.etp) * layout.ep <= NODE else SLOW
+    cp_speed = FAST if layout.tp * layout.cp <= NODE else SLOW
     dp_speed = FAST if setup.ranks <= NODE else SLOW
-    return compute + sent.tensor / FAST + sent.expert / ep_speed + sent.pipeline / SLOW + sent.data / dp_speed
+    inside = sent.tensor / FAST + sent.expert / ep_speed + sent.context / cp_speed
+    return compute + inside + sent.pipeline / SLOW + sent.data / dp_speed
 
 
 def flops(model: ModelConfig, seq_length: int) -> float:

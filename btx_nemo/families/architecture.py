@@ -89,48 +89,6 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
     return known[model_type]
 
 
-def choose_architecture(
-    model: ModelConfig, base: Mapping[str, Any], where: str, target: str | None = None, allow_inexact: bool = False
-) -> Architecture:
-    """The architecture to write a model in: `target`, else that of `base` when it fits, else the first exact one.
-
-    Those of the model's own family come first. Raises UserError, with the reasons, when none computes what the model
-    does, or `target` does not and `allow_inexact` is not given, or has no place for one of its tensors.
-    """
-    known = architectures()
-    if target is not None:
-        if target not in known:
-            raise UserError(f"target={target}: unknown; known: {', '.join(sorted(known))}")
-        reason = known[target].inexact(model)
-        if reason:
-            known[target].stored(model)  # a tensor without a place there is refused, whatever is allowed
-            if not allow_inexact:
-                raise UserError(f"{where}: {reason}; leave target out, or give allow_inexact=true")
-        return known[target]
-    candidates = sorted(
-        known.values(),
-        key=lambda a: (a.model_type != base.get("model_type"), a.family == ANY_FAMILY, a.family != model.family),
-    )
-    reasons = []
-    for architecture in candidates:
-        reason = architecture.inexact(model)
-        if reason is None:
-            return architecture
-        if getattr(architecture, "mixture", True) == (model.moe is not None):
-            reasons.append(reason)
-    raise UserError(f"{where}: no architecture of Hugging Face is exact: {'; '.join(dict.fromkeys(reasons))}")
-
-
-def explain_choice(architecture: Architecture, model: ModelConfig) -> str:
-    """Why `choose_architecture` took this one, in one line."""
-    reason = architecture.inexact(model)
-    if reason:
-        return f"{architecture.model_type}, as asked, although {reason}"
-    others = [other for other in architectures().values() if other.family == model.family and other is not architecture]
-    reasons = [other.inexact(model) for other in others if getattr(other, "mixture", True) == (model.moe is not None)]
-    return "; ".join([f"{architecture.model_type}, which computes what the model does", *filter(None, reasons)])
-
-
 def stored_dtype(architecture: Architecture, name: str, dtype: str | None, own: str) -> str:
     """The dtype of a tensor on disk in a model that is cast to `dtype` (None: not cast); `own` is what it has."""
     if isinstance(architecture, WithCode) and architecture.keeps_fp32(name):

@@ -230,8 +230,7 @@ def _no_shared_expert(model: ModelConfig) -> dict[str, Expr]:
         for part in names.PARTS:
             matrix = Take(SHARED, names.expert(layer, 0, part))
             result[names.shared_expert(layer, part)] = Slice(matrix, 1 if part == "down" else 0, 0, 0)
-        gate = f"model.layers.{layer}.mlp.shared_expert_gate.weight"
-        result[gate] = Slice(Take(SHARED, names.router(layer)), 0, 0, 1)
+        result[names.shared_expert_gate(layer)] = Slice(Take(SHARED, names.router(layer)), 0, 0, 1)
     return result
 
 

@@ -36,6 +36,11 @@ def shared_expert(layer: int, part: str) -> str:
     return f"model.layers.{layer}.mlp.shared_expert.{part}_proj.weight"
 
 
+def shared_expert_gate(layer: int) -> str:
+    """The weight of the shared expert's sigmoid gate."""
+    return f"model.layers.{layer}.mlp.shared_expert_gate.weight"
+
+
 def router(layer: int, tensor: str = "weight") -> str:
     """A tensor of the router."""
     return f"model.layers.{layer}.mlp.gate.{tensor}"

@@ -36,6 +36,11 @@ from btx_nemo.plan.expr import Expr, Take, infer, takes
 from btx_nemo.plan.layout import Layout, row_blocks
 
 MODEL_JSON = "model.json"
+BESIDE = {
+    "embeddings.json": "the domain embeddings of btx-nemo embed (a mix takes them as embeddings=)",
+    "shared_per_expert.json": "what a BAR mixture keeps aside (add, remove and upgrade take it as aside=)",
+}
+"""A file of a folder that lies beside models -> what the folder is."""
 BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old checkpoints that are recomputed from the configuration."""
 SHARED_GATE = re.compile(r"model\.layers\.\d+\.mlp\.shared_expert_gate\.weight")
@@ -94,6 +99,9 @@ def open_source(folder: str | Path, name: str = "hf", *, allow_bin: bool = False
 
 def open_unfinished(folder: Path, name: str, allow_bin: bool = False) -> Source:
     """The same of a folder that its writer reads back before it gets its name."""
+    for file, what in BESIDE.items():
+        if (folder / file).is_file():
+            raise UserError(f"{folder}: holds {what}, not a model; give the model's folder")
     checkpoint = find_checkpoint(folder)
     source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name, allow_bin)
     _check_shapes(source)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
+from btx_nemo.launch.local import stop_executor
 from btx_nemo.processes import started
 
 
@@ -25,12 +26,14 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
     chosen = _with_dependents(submitted, stages or known)
     ids = {submitted[name].job for name in chosen if not submitted[name].pid}
     live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
-    stopped = False
+    # Without it the next stages of a local pipeline would start.
+    stopped = executor = not stages and stop_executor(runs)
     # Last ones first: one that goes on without its experts must not start when they are cancelled.
     for name in reversed(chosen):
         one = submitted[name]
         if one.pid and started(one.pid) == one.started:
-            os.kill(one.pid, signal.SIGTERM)
+            if not executor:  # which passes it on
+                os.kill(one.pid, signal.SIGTERM)
             print(f"{name}: asked to save and end")
         elif one.job in live and not live[one.job].ended:
             slurm.scancel([one.job])

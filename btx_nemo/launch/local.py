@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from btx_nemo.checkpoints.atomic import write_file
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
 from btx_nemo.launch import state
 from btx_nemo.launch.batches import Submission
@@ -30,9 +33,19 @@ def run_here(todos: Sequence[Todo], submission: Submission, *, limit: int = 1) -
     status of the first that failed (2, 3, 75; BtxError else), with the reason from its log.
     """
     executor = _Executor(todos, submission, limit)
-    with _forwarded(executor):
+    with _forwarded(executor), _known(submission.runs):
         executor.go()
     executor.report()
+
+
+def stop_executor(runs: Path) -> bool:
+    """Asks the `submit --local` that is at work in `runs` to stop all that it runs; whether there is one."""
+    with contextlib.suppress(UserError, KeyError, ValueError, TypeError, OSError):
+        executor = read_json(_executor(runs))
+        if executor["started"] and executor["started"] == started(int(executor["pid"])):
+            os.kill(int(executor["pid"]), signal.SIGTERM)
+            return True
+    return False
 
 
 class _Executor:
@@ -126,11 +139,26 @@ class _Executor:
         raise ERRORS.get(status, BtxError)(f"{name}: {self._said(name)} (log {log}){rest}")
 
 
+def _executor(runs: Path) -> Path:
+    return runs / "state" / "local.json"
+
+
+@contextlib.contextmanager
+def _known(runs: Path) -> Iterator[None]:
+    """Others can find this process, in order to stop it."""
+    pid = os.getpid()
+    write_file(_executor(runs), json.dumps({"pid": pid, "started": started(pid)}) + "\n")
+    try:
+        yield
+    finally:
+        _executor(runs).unlink(missing_ok=True)
+
+
 def _log(runs: Path, name: str) -> Path:
     return runs / "logs" / f"btx-{name}_local.out"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _forwarded(executor: _Executor) -> Iterator[None]:
     def forward(_number: int, _frame: FrameType | None) -> None:
         executor.stop()

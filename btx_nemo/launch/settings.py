@@ -21,16 +21,30 @@ FOLDERS = {
     "train_mix.sh": "train",
 }
 """The folder of conf/ that each script's settings are in."""
+RESERVED = {
+    "train_seed.sh": ("domain", "out", "export"),
+    "train_expert.sh": ("domain", "out", "export"),
+    "mix.sh": ("seed", "experts", "out", "missing"),
+    "train_router.sh": ("init_from", "out"),
+    "train_mix.sh": ("init_from", "out"),
+    "export.sh": ("in", "out"),
+}
+"""Keys that each script sets itself, and refuses."""
 
 
 def check_settings(jobs: Iterable[Job]) -> None:
     """Raise UserError, naming the stage, for a setting that the stage's command would refuse.
 
-    What depends on models and data is not looked at. With BTX_CLI nothing is: that command's settings are its own.
+    What depends on models and data is not looked at. With BTX_CLI only what the scripts set themselves is: that
+    command's settings are its own.
     """
     seen = set()
     for job in jobs:
         settings = tuple(argument for argument in job.args if "=" in argument)
+        for setting in settings:
+            key = setting.lstrip("+~").partition("=")[0]
+            if key.partition(".")[0] in RESERVED.get(job.script, ()):
+                raise UserError(f"{job.name}: set.{key}: {job.script} sets it itself; leave it out, or choose runs")
         if job.script not in FOLDERS or os.environ.get("BTX_CLI") or (job.script, settings) in seen:
             continue
         seen.add((job.script, settings))

@@ -188,7 +188,7 @@ def _write(kitchen: Kitchen, place: Destination, mixture: Mixture, plan: Plan) -
             kind="mix",
             extra={
                 **checks.facts(config, kitchen.options),
-                **place.facts(mixture.model),
+                **place.facts(),
                 **facts(kitchen.sources, plan),
                 "top_k": mixture.model.moe.top_k if mixture.model.moe else None,
                 "history": history,

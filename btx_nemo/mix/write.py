@@ -10,20 +10,19 @@ from typing import Any
 
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
 from btx_nemo.checkpoints.tokenizer_files import copy_tokenizer, save_tokenizer
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.config.choice import check_choice
 from btx_nemo.errors import UserError
 from btx_nemo.families.architecture import (
     SHARED,
     Architecture,
-    choose_architecture,
-    explain_choice,
     stored_dtype,
     write_settings,
 )
 from btx_nemo.families.base import to_megatron
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import Source, save_model_config
+from btx_nemo.families.target import Target, choose_target
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.plan.expr import Expr, bind, infer, substitute
 from btx_nemo.plan.layout import TensorInfo
@@ -36,9 +35,14 @@ FORMATS = ("hf", "megatron")
 class Destination:
     """The kind of folder that a mixture becomes."""
 
-    architecture: Architecture | None
+    target: Target | None
     """Hugging Face's; None for a Megatron checkpoint."""
     shard_size: int
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The target's."""
+        return self.target.architecture if self.target else None
 
     def plan(self, plan: Plan, model: ModelConfig) -> Plan:
         """The plan over shared names, under the names that are written. Fresh tensors do not depend on these."""
@@ -53,11 +57,11 @@ class Destination:
             jobs.append(Job(name, info, substitute(expr, SHARED, table)))
         return dataclasses.replace(plan, jobs=tuple(jobs))
 
-    def facts(self, model: ModelConfig) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """What the manifest says of it."""
-        if self.architecture is None:
+        if self.target is None:
             return {}
-        return {"architecture": self.architecture.model_type, "chosen": explain_choice(self.architecture, model)}
+        return {"architecture": self.target.architecture.model_type, "chosen": self.target.chosen}
 
     def sink(self, folder: Path, plan: Plan) -> SafetensorsSink | DistSink:
         """Where the plan's tensors go."""
@@ -79,10 +83,10 @@ class Destination:
 
 
 def destination(config: MixConfig, model: ModelConfig, base: Mapping[str, Any]) -> Destination:
-    """Where `config` wants the mixture. Raises UserError when Hugging Face has no architecture that computes it."""
+    """Where `config` wants the mixture, which is to be trained. Raises UserError when no architecture holds it."""
     check_choice("format", config.format, FORMATS)
     if config.format == "megatron":
         if config.target is not None:
             raise UserError(f"target={config.target}: is an architecture of format=hf; leave one of them out")
         return Destination(None, config.shard_size)
-    return Destination(choose_architecture(model, base, "mix", config.target), config.shard_size)
+    return Destination(choose_target(model, base, "mix", config.target, to_train=True), config.shard_size)

@@ -22,8 +22,10 @@ from btx_nemo.plan.expr import (
     Slice,
     Splice,
     Stack,
+    SwiGLU,
     Take,
     Ties,
+    children,
     crop,
     infer,
     leaf,
@@ -106,11 +108,21 @@ class Evaluator:
             self._accumulate(expr, out, info, target)
         elif isinstance(expr, Splice):
             self._splice(expr, out, info, target)
+        elif isinstance(expr, SwiGLU):
+            of, w1, w2 = (self._wide(part, info, target) for part in children(expr))
+            first, second = (of @ w1.T).chunk(2, dim=-1)
+            out.copy_((torch.nn.functional.silu(first) * second) @ w2.T)
         elif isinstance(expr, (Slice, Index)):
             inner = infer(expr.of, self.sources, info)
             with self.scratch.tensor(inner.shape, out.dtype) as whole:
                 self.into(expr.of, whole, info, target)
                 out.copy_(whole[expr.index] if isinstance(expr, Index) else _narrowed(whole, expr))
+
+    def _wide(self, expr: Expr, info: TensorInfo, target: str) -> torch.Tensor:
+        """The value in fp64."""
+        value = torch.empty(infer(expr, self.sources, info).shape, dtype=torch.float64)
+        self.into(expr, value, info, target)
+        return value
 
     def _leaf(self, part: Leaf, out: torch.Tensor, info: TensorInfo, target: str) -> None:
         shape = tuple(stop - start for start, stop in part.box)

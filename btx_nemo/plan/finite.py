@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from btx_nemo.errors import UserError
-from btx_nemo.plan.expr import ELEMENTWISE, FRESH, Expr, children, infer
+from btx_nemo.plan.expr import ELEMENTWISE, FRESH, Expr, SwiGLU, children, infer
 from btx_nemo.plan.layout import Box, Layout, TensorInfo
 
 _INFINITY = {"float64": 0x7FF << 52, "float32": 0xFF << 23, "bfloat16": 0xFF << 7, "float16": 0x1F << 10}
@@ -53,7 +53,7 @@ def may_overflow(expr: Expr, sources: Mapping[str, Layout], info: TensorInfo) ->
     """Whether finite sources can give a result that is not: it is fresh or computed, or a cast narrows its range."""
 
     def computed(part: Expr) -> bool:
-        return isinstance(part, (*ELEMENTWISE, *FRESH)) or any(map(computed, children(part)))
+        return isinstance(part, (*ELEMENTWISE, *FRESH, SwiGLU)) or any(map(computed, children(part)))
 
     return computed(expr) or infer(expr, sources, info).dtype != info.dtype
 

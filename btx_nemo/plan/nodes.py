@@ -153,9 +153,20 @@ class Ties:
     zero_sign: Number = 1.0
 
 
+@dataclass(frozen=True)
+class SwiGLU:
+    """w2 (silu(first) * second) of every row of `of` [N, D], the halves of w1 row; computed in fp64; [N, H]."""
+
+    of: Expr
+    w1: Expr
+    """[2 h, D]."""
+    w2: Expr
+    """[H, h]."""
+
+
 Fresh: TypeAlias = Normal | Uniform | Bernoulli | Full
 Elementwise: TypeAlias = Mean | Combine | Product | Ties
-Expr: TypeAlias = Take | Slice | Index | Concat | Stack | Splice | Elementwise | Fresh
+Expr: TypeAlias = Take | Slice | Index | Concat | Stack | Splice | SwiGLU | Elementwise | Fresh
 FRESH = (Normal, Uniform, Bernoulli, Full)
 ELEMENTWISE = (Mean, Combine, Product, Ties)
 """Kinds whose every element depends on the same element of each part."""
@@ -167,6 +178,8 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         return (expr.of,)
     if isinstance(expr, Splice):
         return (expr.of, expr.other)
+    if isinstance(expr, SwiGLU):
+        return (expr.of, expr.w1, expr.w2)
     return () if isinstance(expr, (Take, *FRESH)) else expr.parts
 
 
@@ -178,4 +191,6 @@ def rebuild(expr: Expr, parts: Sequence[Expr]) -> Expr:
         return replace(expr, of=parts[0])
     if isinstance(expr, Splice):
         return replace(expr, of=parts[0], other=parts[1])
+    if isinstance(expr, SwiGLU):
+        return SwiGLU(*parts)
     return replace(expr, parts=tuple(parts))

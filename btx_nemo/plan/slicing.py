@@ -16,6 +16,7 @@ from btx_nemo.plan.nodes import (
     Slice,
     Splice,
     Stack,
+    SwiGLU,
     Take,
     children,
     rebuild,
@@ -72,6 +73,8 @@ def narrow(
         return Splice(within(expr.of), within(expr.other), expr.dim, seen)
     if isinstance(expr, Stack):
         return Stack(expr.parts[start:stop] if dim == 0 else tuple(within(part, dim - 1) for part in expr.parts))
+    if isinstance(expr, SwiGLU):
+        return replace(expr, of=within(expr.of)) if dim == 0 else replace(expr, w2=within(expr.w2, 0))
     if isinstance(expr, Concat):
         return _narrow_concat(expr, dim, start, stop, sources, target)
     return Slice(expr, dim, start, stop)

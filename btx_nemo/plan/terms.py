@@ -24,6 +24,7 @@ from btx_nemo.plan.nodes import (
     Slice,
     Splice,
     Stack,
+    SwiGLU,
     Take,
     Ties,
     Uniform,
@@ -77,6 +78,8 @@ def infer(expr: Expr, sources: Mapping[str, Layout], target: TensorInfo | None =
         if not of.shape or not 0 <= expr.index < of.shape[0]:
             raise UserError(f"plan: {describe(expr)} is outside of shape {list(of.shape)}")
         return TensorInfo(of.shape[1:], of.dtype)
+    if isinstance(expr, SwiGLU):
+        return _infer_swiglu(expr, [infer(part, sources, target) for part in children(expr)])
     return _infer_parts(expr, [infer(part, sources, target) for part in children(expr)])
 
 
@@ -85,6 +88,14 @@ def _infer_slice(expr: Slice, of: TensorInfo) -> TensorInfo:
         raise UserError(f"plan: {describe(expr)} is outside of shape {list(of.shape)}")
     shape = (*of.shape[: expr.dim], expr.stop - expr.start, *of.shape[expr.dim + 1 :])
     return TensorInfo(shape, of.dtype)
+
+
+def _infer_swiglu(expr: SwiGLU, infos: list[TensorInfo]) -> TensorInfo:
+    of, w1, w2 = infos
+    if any(len(info.shape) != 2 for info in infos) or of.shape[1] != w1.shape[1] or w1.shape[0] != 2 * w2.shape[1]:
+        shapes = ", ".join(str(list(info.shape)) for info in infos)
+        raise UserError(f"plan: {describe(expr)} has shapes {shapes}, which do not fit together")
+    return TensorInfo((of.shape[0], w2.shape[0]), of.dtype)
 
 
 def _infer_parts(expr: Expr, infos: list[TensorInfo]) -> TensorInfo:
@@ -155,7 +166,7 @@ def describe(expr: Expr) -> str:
         return f"splice({of}, {some.count} of {some.size} along {expr.dim} from {other})"
     if isinstance(expr, FRESH):
         return _describe_fresh(expr)
-    parts = [describe(part) for part in expr.parts]
+    parts = [describe(part) for part in children(expr)]
     if isinstance(expr, Combine):
         parts = [f"{_shown(weight)} * {part}" for weight, part in zip(expr.weights, parts, strict=True)]
     shown = parts if len(parts) <= 6 else [*parts[:2], f"... {len(parts) - 3} more ...", parts[-1]]

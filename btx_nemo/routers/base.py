@@ -266,7 +266,7 @@ class BaseRouter(Router):
         group, local, device = self.tp_cp_group, self.length, next(self.parameters()).device
         generator = generator_of(device, micro_batch_seed(), int(self.layer_number or 0), salt)
         whole = draw(torch.empty(local * group.size(), self.sequences, width, device=device), generator)
-        return whole[self.places.here(local).to(device)].flatten(0, 1)
+        return self.places.cut(whole).flatten(0, 1)
 
     def _jittered(self, input: Tensor) -> Tensor:
         size = self.options.input_jitter

@@ -56,6 +56,13 @@ class Places:
         """Positions [length] of this rank."""
         return self.of(self.group.rank(), length)
 
+    def cut(self, whole_SX: Tensor) -> Tensor:
+        """Of something for the whole sequence, its first axis, what is for this rank's positions."""
+        length, rank = len(whole_SX) // self.group.size(), self.group.rank()
+        if self.context == 1:
+            return whole_SX[rank * length : (rank + 1) * length]
+        return whole_SX[self.here(length).to(whole_SX.device)]
+
     def all(self, length: int) -> Tensor:
         """Positions of all ranks, in the order of the ranks: a permutation of those of the whole sequence."""
         return torch.cat([self.of(rank, length) for rank in range(self.group.size())])

@@ -40,15 +40,16 @@ class Content:
 
 
 def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
-    """Raw weights of the training domains, and the domains to validate on. Raises UserError for both or neither."""
+    """Raw weights of the training domains, and the domains to validate on.
+
+    `data.blend` comes first: the paper's experts, each of a domain, see several sources.
+    """
     if config.domain is not None and not config.domain:
         raise UserError("domain: empty; name a domain, or give domain=null and data.blend")
-    if config.domain and config.data.blend:
-        raise UserError(f"domain={config.domain} and data.blend: give one of them")
     if config.epochs is not None and config.data.blend:
         raise UserError(f"epochs={config.epochs} and data.blend: every sequence comes as often; give steps or tokens")
     domains = list_domains(Path(config.data.path))
-    blend = {config.domain: 1.0} if config.domain else (config.data.blend or dict.fromkeys(domains, 1.0))
+    blend = config.data.blend or dict.fromkeys([config.domain] if config.domain else domains, 1.0)
     return blend, config.data.valid or domains
 
 

@@ -65,7 +65,7 @@ def _drop_output(config: Any, share: float, place: tuple[int, int], module: Any,
     )
     length, generator = hidden_SBH.shape[0], generator_of(hidden_SBH.device, micro_batch_seed(), *place)
     whole_SBH = _draw(share, (group.size() * length, *hidden_SBH.shape[1:]), generator)
-    kept_SBH = whole_SBH[Places(group, config.context_parallel_size).here(length).to(whole_SBH.device)]
+    kept_SBH = Places(group, config.context_parallel_size).cut(whole_SBH)
     dropped_SBH = _drop(hidden_SBH, kept_SBH, share)
     return (dropped_SBH, *output[1:]) if isinstance(output, tuple) else dropped_SBH
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
-from btx_nemo.families.architecture import choose_architecture
 from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.target import choose_target
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import check_loss_names
 from btx_nemo.train.names import matches
@@ -31,7 +31,7 @@ def check_stage(config: TrainConfig, model: ModelConfig) -> None:
     if config.stage == "bar_expert":
         _check_anchor(config, model)
     if config.export:
-        choose_architecture(model, {}, "export=true")
+        choose_target(model, {}, "export=true")
 
 
 def _check_anchor(config: TrainConfig, model: ModelConfig) -> None:

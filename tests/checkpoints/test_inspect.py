@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from btx_testing.mixes import write_embeddings
 from btx_testing.mixing import SMALL, make_models
 from btx_testing.models import make_llama, make_mixtral
 
@@ -99,7 +100,13 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     make_llama(tmp_path / "half", **SMALL)
     (tmp_path / "half" / "model.safetensors").unlink()
     (tmp_path / "empty").mkdir()
-    for name, message in (("half", "no safetensors weights"), ("empty", "no such file"), ("nowhere", "no such folder")):
+    write_embeddings(tmp_path / "embeddings", ("math",))
+    for name, message in (
+        ("embeddings", "holds the domain embeddings"),
+        ("half", "no safetensors weights"),
+        ("empty", "no such file"),
+        ("nowhere", "no such folder"),
+    ):
         with pytest.raises(UserError, match=message):
             inspect_checkpoint(tmp_path / name)
 

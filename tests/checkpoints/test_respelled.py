@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from btx_testing import dist_jobs, law_jobs
+from btx_testing import law_jobs
 from btx_testing.models import make_model
 from btx_testing.pool import RankPool
 from btx_testing.tensors import MemoryReader, load_folder, same_bits
@@ -46,21 +46,6 @@ def test_every_spelling_is_exported_as_the_same_bits(
         assert any(key.endswith("experts.experts.3.linear_fc1.weight_w") for key in stored)
     export_hf(tmp_path / "ckpt", tmp_path / "back")
     assert same_bits(load_folder(src), load_folder(tmp_path / "back"))
-
-
-@pytest.mark.parametrize("metadata", [{}, {"singleton_local_shards": True}], ids=["stacked", "a key an expert"])
-def test_grouped_experts_are_read_as_sequential_ones(
-    ranks: RankPool, tmp_path: Path, metadata: dict[str, bool]
-) -> None:
-    """Transformer Engine's grouped layers, which no CPU builds, use the same keys by the same code of Megatron's."""
-    (tmp_path / "ckpt").mkdir()
-    saved = ranks.run(dist_jobs.grouped_experts, str(tmp_path / "ckpt"), metadata, ranks=2)
-    if saved[0] is None:
-        pytest.skip("this Megatron-Core has no GroupedMLP")
-    reader = respelled(DistReader(tmp_path / "ckpt"))
-    for name in ("linear_fc1", "linear_fc2"):
-        read = reader.read(f"decoder.layers.0.mlp.experts.experts.{name}.weight")
-        assert torch.equal(read, torch.cat([rank[name] for rank in saved]))
 
 
 def test_parts_are_read_alone() -> None:

@@ -13,11 +13,13 @@ from btx_testing import dist_jobs
 from btx_testing.pool import RankPool
 from btx_testing.tensors import MemoryReader, bits, info_of, same_bits
 
-from btx_nemo.checkpoints.dist_format import METADATA
-from btx_nemo.checkpoints.torch_dist import DistReader, DistSink
+from btx_nemo.checkpoints.dist_format import METADATA, read_metadata
+from btx_nemo.checkpoints.torch_dist import DistReader
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.errors import UserError
 from btx_nemo.plan.execute import execute
 from btx_nemo.plan.expr import Take
+from btx_nemo.plan.layout import PAGE
 from btx_nemo.plan.plan import Job, Plan
 
 
@@ -46,6 +48,30 @@ def test_torch_reads_what_we_write(tmp_path: Path) -> None:
     loaded = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     assert same_bits(loaded, given)
+
+
+def test_every_part_is_an_archive_with_its_checksum(tmp_path: Path) -> None:
+    """As unzip and torch.load read it; elements begin on a page, so that they can go past the cache."""
+    import io
+    import zipfile
+
+    given = tensors() | {
+        "decoder.e": torch.randn(3000, 500),
+        "decoder.f": torch.tensor(2.5),
+        "decoder.g": torch.ones(1),
+    }
+    write(tmp_path, given, chunk_bytes=5 << 20, workers=3)
+    parts = {name: [] for name in given}
+    for name, tensor in read_metadata(tmp_path).items():
+        for chunk in tensor.chunks:
+            raw = (tmp_path / chunk.file).read_bytes()[chunk.offset : chunk.offset + chunk.length]
+            with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+                assert archive.testzip() is None, name
+            parts[name].append(torch.load(io.BytesIO(raw), weights_only=True))
+            payload = bits(parts[name][-1]).numpy().tobytes()
+            assert (chunk.offset + raw.index(payload)) % PAGE == 0
+    assert len(parts["decoder.e"]) == 2
+    assert same_bits({name: torch.cat(p) if p[0].dim() else p[0] for name, p in parts.items()}, given)
 
 
 def test_megatron_reads_what_we_write(tmp_path: Path, ranks: RankPool) -> None:
@@ -118,16 +144,18 @@ def test_nothing_in_a_chunk_is_run(tmp_path: Path) -> None:
     given = {"decoder.a": torch.randn(40, 30)}
     write(tmp_path, given, chunk_bytes=1 << 20)
     data = tmp_path / "__0_0.distcp"
+    (chunk,) = read_metadata(tmp_path)["decoder.a"].chunks
+    before = data.read_bytes()[: chunk.offset]
     archive = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data.read_bytes())) as old, zipfile.ZipFile(archive, "w") as new:
+    with zipfile.ZipFile(io.BytesIO(data.read_bytes()[chunk.offset :])) as old, zipfile.ZipFile(archive, "w") as new:
         for member in old.namelist():
             bad = member.endswith("data.pkl")
             new.writestr(member, pickle.dumps(Exploit(tmp_path / "ran")) if bad else old.read(member))
     content = archive.getvalue()
     # The archive keeps its length in the metadata: its end of directory must be where the old one was.
-    assert len(content) <= data.stat().st_size
-    padding = data.stat().st_size - len(content)
-    data.write_bytes(content[:-2] + padding.to_bytes(2, "little") + b"\0" * padding)
+    assert len(content) <= chunk.length
+    padding = chunk.length - len(content)
+    data.write_bytes(before + content[:-2] + padding.to_bytes(2, "little") + b"\0" * padding)
     with pytest.raises(UserError, match=r"decoder\.a.*refused"):
         DistReader(tmp_path).read("decoder.a")
     assert not (tmp_path / "ran").exists()

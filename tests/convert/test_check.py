@@ -12,7 +12,7 @@ from btx_testing.models import make_model
 from btx_testing.tensors import temporaries
 
 from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.convert import check
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
@@ -27,6 +27,14 @@ def test_the_commands_say_what_was_verified(commands: CommandServer, tmp_path: P
     ended = commands.run("export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf'}", "verify=tensors")
     assert ended.out.endswith("verified: all 24 tensors read back equal\n") and "qwen3, which computes" in ended.out
     ended = commands.run("export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf2'}", "verify=false")
+    assert ended.code == 0 and "not verified: verify=false" in ended.out
+    ended = commands.run(
+        "export", "--no-verify", "--target", "mixtral", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'x'}"
+    )
+    assert ended.code == 2 and "mixtral has no place for" in ended.err
+    ended = commands.run(
+        "export", f"in={tmp_path / 'ckpt'}", f"out={tmp_path / 'hf3'}", "--no-verify", "--target=qwen3"
+    )
     assert ended.code == 0 and "not verified: verify=false" in ended.out
     ended = commands.run("import", f"in={src}", f"out={tmp_path / 'x'}", "verify=maybe")
     assert ended.code == 2 and "verify=maybe: unknown; known: true, false, tensors, logits" in ended.err

@@ -36,11 +36,21 @@ def setup(layout: LayoutConfig, ranks: int, **changes: Any) -> Setup:
 
 @pytest.mark.parametrize("moe", [None, MOE, SHARED, SOME], ids=["dense", "moe", "shared", "some-layers"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(("tp", "pp", "ep", "count"), [(1, 1, 1, 1), (2, 1, 2, 2), (1, 2, 1, 2), (2, 2, 2, 4)])
+@pytest.mark.parametrize(
+    ("axes", "count"),
+    [
+        ({}, 1),
+        ({"tp": 2, "ep": 2}, 2),
+        ({"pp": 2}, 2),
+        ({"pp": 2, "vpp": 2, "etp": 2}, 4),
+        ({"tp": 2, "pp": 2, "ep": 2}, 4),
+    ],
+    ids=["one", "tp2-ep2", "pp2", "pp2-vpp2-etp2", "tp2-pp2-ep2"],
+)
 def test_parameters_of_every_rank(
-    ranks: RankPool, moe: MoEConfig | None, tied: bool, tp: int, pp: int, ep: int, count: int
+    ranks: RankPool, moe: MoEConfig | None, tied: bool, axes: dict[str, int], count: int
 ) -> None:
-    layout = LayoutConfig(tp=tp, pp=pp, ep=ep if moe else 1)
+    layout = LayoutConfig(**{name: size for name, size in axes.items() if moe or name not in ("ep", "etp")})
     shape = model(moe=moe, tie_word_embeddings=tied)
     for stage, held in ranks.run(estimate_jobs.parameters, shape, layout, ranks=count):
         assert memory(shape, setup(layout, count), stage).parameters == held
@@ -84,6 +94,10 @@ def test_the_first_stage_holds_more_micro_batches() -> None:
         (2, "--ep 2 --moe"),
         (4, "--tp 2 --pp 2 --ep 2 --moe"),
         (1, "--recompute full"),
+        (1, "--recompute selective"),
+        (2, "--cp 2"),
+        (2, "--pp 2 --vpp 2"),
+        (2, "--etp 2 --moe"),
     ],
 )
 def test_measured_processes(count: int, arguments: str) -> None:

@@ -14,7 +14,7 @@ from btx_nemo.estimate.communication import communication
 from btx_nemo.estimate.memory import Setup, worst
 from btx_nemo.estimate.suggest import HEADROOM, candidates, flops, suggest
 from btx_nemo.families.config import ModelConfig, MoEConfig
-from btx_nemo.megatron.parallel import check_layout
+from btx_nemo.megatron.parallel import check_batch, check_layout
 
 MIXTRAL = ModelConfig(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, head_dim=128,
@@ -28,9 +28,18 @@ def test_suggestions_fit_and_can_be_started() -> None:
     assert found
     for candidate in found:
         check_layout(candidate.setup.layout, 64, MIXTRAL)
+        check_batch(candidate.setup.layout, seq_length=4096, microbatches=candidate.setup.microbatches)
         assert worst(MIXTRAL, candidate.setup).total <= HEADROOM * 80 * GIB
         assert candidate.setup.microbatches * candidate.setup.dp * candidate.setup.micro_batch_size == 1024
     assert found == sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def test_new_axes_where_they_help() -> None:
+    long = candidates(MIXTRAL, 64, global_batch_size=256, seq_length=65536)
+    assert any(found.setup.layout.cp > 1 for found in suggest(MIXTRAL, long, 80 * GIB))
+    short = list(candidates(MIXTRAL, 64, global_batch_size=64, seq_length=4096))
+    assert not any(setup.layout.cp > 1 for setup in short)
+    assert any(setup.layout.vpp > 1 for setup in short) and any(setup.layout.etp > 1 for setup in short)
 
 
 def test_too_little_memory_says_how_much_it_takes() -> None:
@@ -51,6 +60,11 @@ def test_what_is_sent() -> None:
     alone = sent(ranks=1)
     assert alone.total == 0
     assert sent(ranks=2, pp=2).pipeline == 2 * 8 * 4096 * 4096 * 2
+    assert sent(ranks=2, pp=2, vpp=4).pipeline == 4 * sent(ranks=2, pp=2).pipeline
+    # keys and values of half the sequence, 8 heads of 128: sent, sent again backwards, and their gradients
+    assert sent(ranks=2, cp=2).context == 32 * 8 * 3 * 2 * 2048 * 1024 * 2
+    # each of a rank's tokens goes to its two experts' other halves and back, twice
+    assert sent(ranks=2, etp=2).expert == 32 * 8 * 4 * 2 * 4096 * 4096 * 2
     # each token goes to two experts and back, twice, and one rank in four is home
     assert sent(ranks=4, ep=4).expert == 32 * 8 * 4 * 2 * 4096 * 4096 * 2 * 3 // 4
     dense = 1_605_640_192  # Mixtral's parameters outside of the experts
@@ -78,6 +92,8 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command(commands: CommandServer, folder: Path) -> None:
     ended = commands.run("plan", folder, "--tp", "2", "--gpus", "4", "--seq-length", "2048")
     assert ended.code == 0 and "optimizer" in ended.out and "FLOP a step of 2,097,152 tokens" in ended.out
+    ended = commands.run("plan", folder, *["--pp", "2", "--vpp", "11", "--cp", "2", "--recompute", "selective"])
+    assert ended.code == 0 and "a rank of tp=1 pp=2 vpp=11 cp=2 ep=1, 4 ranks" in " ".join(ended.out.split())
     ended = commands.run("plan", folder, "--gpus", "8", "--memory-gib", "40")
     assert ended.code == 0 and "layouts that fit into 40 GiB" in ended.out
 

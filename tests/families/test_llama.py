@@ -10,9 +10,10 @@ import torch
 from btx_testing.tensors import MemoryReader
 
 from btx_nemo.errors import UserError
-from btx_nemo.families.architecture import choose_architecture, read_config
+from btx_nemo.families.architecture import read_config
 from btx_nemo.families.base import from_megatron, get_family, layout, to_megatron
 from btx_nemo.families.config import ModelConfig, MoEConfig
+from btx_nemo.families.target import choose_target
 from btx_nemo.plan.execute import evaluate
 from btx_nemo.plan.expr import infer
 
@@ -48,7 +49,7 @@ def hf_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def hf_config(config: ModelConfig, dtype: str, base: dict | None = None) -> dict:
-    return choose_architecture(config, base or {}, "test").write(config, dtype, base or {})
+    return choose_target(config, base or {}, "test").architecture.write(config, dtype, base or {})
 
 
 def in_megatron(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

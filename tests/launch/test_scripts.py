@@ -44,6 +44,8 @@ def script(
         ("mix.sh", [], "no domain; usage"),
         ("mix.sh", ["math", "math"], "domain 'math' is named twice"),
         ("mix.sh", ["math", "seed=/x"], "this script sets seed itself"),
+        ("mix.sh", ["math", "experts.code=/x"], "this script sets experts.code itself"),
+        ("train_expert.sh", ["math", "export=false"], "this script sets export itself"),
         ("mix.sh", ["math"], "expert-math/DONE is missing: expert math is not finished; run train_expert.sh math"),
         ("train_mix.sh", ["lunch"], "start 'lunch': unknown; known: mix router"),
         ("train_mix.sh", ["mix router"], "start 'mix router': unknown"),
@@ -141,6 +143,21 @@ def test_a_task_of_an_array_takes_its_domain(tmp_path: Path) -> None:
     array["SLURM_ARRAY_TASK_ID"] = "2"
     ended = script("train_expert.sh", "math", "code", runs=tmp_path / "runs", **job_environment(tmp_path, **array))
     assert ended.returncode == 2 and "array task 2, but there are 2 domains" in ended.stderr
+
+
+def test_a_copy_in_a_spool_finds_the_scripts_it_was_submitted_from(tmp_path: Path) -> None:
+    """Though Slurm's controller is away for a moment, and an override looks like the script's path."""
+    runs, copy = tmp_path / "runs", tmp_path / "spool" / "slurm_script"
+    copy.parent.mkdir()
+    shutil.copy(SCRIPTS / "train_expert.sh", copy)
+    environment = job_environment(tmp_path, SLURM_JOB_NUM_NODES="1", BTX_CLI=str(FAKE))
+    shown = f"JobId=31 JobName=x\n   Command={SCRIPTS}/train_expert.sh math note=/a/train_expert.sh\n   WorkDir=/"
+    stub(tmp_path, "scontrol", f'[[ -e {tmp_path}/away ]] || {{ touch {tmp_path}/away; exit 1; }}; echo "{shown}"')
+    stub(tmp_path, "sleep", "exit 0")
+    env = {**plain_environment(), **environment, "BTX_RUNS": str(runs), "BTX_PYTHON": sys.executable}
+    command = ["bash", str(copy), "math", "note=/a/train_expert.sh"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert "job 31, restart 0" in ended.stdout, ended.stderr
 
 
 def test_pyxis(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
 from btx_nemo.launch import slurm
 from btx_nemo.launch import submit as module
-from btx_nemo.launch.submit import submit
+from btx_nemo.launch.settings import RESERVED
+from btx_nemo.launch.submit import scripts_dir, submit
 
 REPO = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,6 +101,20 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
     ):
         with pytest.raises(UserError, match=message):
             submit(["math", "code", word], runs=runs)
+
+
+def test_what_scripts_set_themselves_is_refused(runs: Path) -> None:
+    texts = {path.name: path.read_text() for path in scripts_dir().glob("*.sh")}
+    found = {name: re.search(r'btx_arguments "(.+)" "\$@"', text) for name, text in texts.items()}
+    assert {name: tuple(words[1].split()) for name, words in found.items() if words} == RESERVED
+    for word, message in (
+        ("joint.set.init_from=/x", "joint: set.init_from: train_mix.sh sets it itself"),
+        ("expert.set.domain=x", "expert-math: set.domain: train_expert.sh"),
+        ("+mix.set.experts.code=/x", "mix: set.experts.code: mix.sh"),
+        ("export.set.out=/x", "export: set.out: export.sh"),
+    ):
+        with pytest.raises(UserError, match=message):
+            submit(["math", word], runs=runs)
 
 
 def test_missing_scripts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +240,14 @@ def test_cancel_stops_what_runs_here(runs: Path, commands: CommandServer) -> Non
     assert process.wait(timeout=60) == Stopped.exit_code
     assert commands.run("cancel", "--runs", runs).out == "nothing to cancel: no job is running or waiting\n"
     assert commands.run("status", "--runs", runs).out.splitlines()[1].split()[1] == "stopped"
+
+
+def test_cancel_of_everything_starts_nothing_more(runs: Path, commands: CommandServer) -> None:
+    process = start_submit(runs, "math", "code", "until=mix", "expert.set.steps=4000")
+    until((runs / "expert-math" / "latest").exists)
+    commands.run("cancel", "--runs", runs)
+    assert process.wait(timeout=60) == Stopped.exit_code
+    assert not (runs / "expert-code").exists() and not (runs / "state" / "local.json").exists()
 
 
 def test_a_sigkill_of_submit_leaves_no_rank_behind(

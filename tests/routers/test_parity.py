@@ -71,11 +71,11 @@ def close(ours: Any, theirs: Any, rel: float = 1e-4, atol: float = 1e-6) -> None
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_step_is_the_same_at_every_layout(ranks: RankPool, mixtral: Path, name: str) -> None:
-    """With one and with four micro-batches on each data-parallel rank."""
+    """With one and with four micro-batches on each data-parallel rank (with context parallelism, with one)."""
     alone: dict[tuple[int, int], dict] = {}
     for parameter in LAYOUTS:
         layout, count, dp = parameter.values
-        for microbatches, rows in ((1, 2), (4, 1)):
+        for microbatches, rows in ((1, 2), (4, 1))[: 1 if "cp" in layout else 2]:  # type: ignore[operator]
             total = microbatches * rows * dp  # type: ignore[operator]
             settings, batch = options(name, micro_batch_size=rows, steps=2), first(total)
             if (total, rows) not in alone:

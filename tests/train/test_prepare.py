@@ -34,7 +34,6 @@ CASES = [
     ("tiny_expert", ["optim.eps=0"], "optim.eps=0.0: must be positive"),
     ("tiny_expert", ["router.losses.foo=1"], "router.losses.foo: no such loss; known: btx,"),
     ("tiny_expert", ["domain="], "domain"),
-    ("tiny_expert", ["data.blend.math=1"], "domain=math and data.blend: give one of them"),
     # places that cannot be
     ("tiny_expert", ["out=/dev/null/x"], "/dev/null"),
     ("tiny_expert", ["out=/proc/x/y"], "/proc/x"),

@@ -274,6 +274,8 @@ LAYOUTS = [
     pytest.param({"pp": 2}, 2, id="pp2"),
     pytest.param({"ep": 2}, 2, id="ep2"),
     pytest.param({"tp": 2, "ep": 2}, 2, id="tp2-ep2"),
+    pytest.param({"cp": 2}, 2, id="cp2"),
+    pytest.param({"etp": 2}, 2, id="etp2"),
 ]
 
 
@@ -307,11 +309,12 @@ def test_resumed_at_another_layout(
     assert curve(out) == pytest.approx(curve(whole_mixture), abs=1e-4)
 
 
+@pytest.mark.parametrize("layout", [{"tp": 2, "ep": 2}, {"cp": 2}, {"etp": 2}], ids=["tp2-ep2", "cp2", "etp2"])
 def test_saved_at_two_ranks_resumed_at_one(
-    world: TinyWorld, commands: CommandServer, whole_mixture: Path, tmp_path: Path
+    world: TinyWorld, commands: CommandServer, whole_mixture: Path, tmp_path: Path, layout: dict[str, int]
 ) -> None:
     out = tmp_path / "run"
-    spread = world.arguments("tiny_mix", out, layout__tp=2, layout__ep=2)
+    spread = world.arguments("tiny_mix", out, **{f"layout__{name}": size for name, size in layout.items()})
     before = f"btx_testing.death:term_at?{RUN}:train_step:6"
     assert [rank.wait().code for rank in commands.start_ranks(2, *spread, before=before)] == [75, 75]
     ok(commands.run(*world.arguments("tiny_mix", out)))

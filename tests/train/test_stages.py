@@ -10,7 +10,7 @@ import pytest
 from btx_testing import train_jobs
 from btx_testing.models import FAMILIES, MIXTURES, make_llama, make_model
 from btx_testing.pool import RankPool
-from btx_testing.runs import SIZES
+from btx_testing.runs import SIZES, TinyWorld
 from btx_testing.vectors import golden
 
 from btx_nemo.config.load import load
@@ -19,6 +19,7 @@ from btx_nemo.config.training import read_train_config
 from btx_nemo.errors import UserError
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.run import run_mix
+from btx_nemo.train.contents import blend_of
 from btx_nemo.train.names import frozen_names, grouped, parameter_sizes
 from btx_nemo.train.source import open_source
 from btx_nemo.train.stages import check_stage
@@ -65,6 +66,17 @@ def test_what_trains_is_bars_table(pair: Path, name: str) -> None:
     assert len(routers) == 2 * 2 and not frozen & set(routers), "weight and bias of each layer"
     assert expected["router_domain_row"]
     assert settings.router.frozen_rows == ([] if expected["router_anchor_row"] else [0])
+
+
+def test_a_domain_s_expert_may_see_several_sources(world: TinyWorld) -> None:
+    """As `train_expert.sh NAME --config-name=btx_math` starts it."""
+
+    def seen(*overrides: str) -> dict[str, float]:
+        words = [f"data.path={world.data}", "steps=1", *overrides]
+        return blend_of(read_train_config(load("train", "tiny_expert", words), ""))[0]
+
+    assert seen("domain=math") == {"math": 1.0}
+    assert seen("domain=numbers", "data.blend={math: 3, code: 1}") == {"math": 3.0, "code": 1.0}
 
 
 def test_the_papers_other_numbers() -> None:

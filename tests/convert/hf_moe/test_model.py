@@ -23,7 +23,7 @@ from btx_nemo.convert.hf_moe.configuration_btx_moe import BtxMoeConfig
 from btx_nemo.convert.hf_moe.modeling_btx_moe import CACHE, BtxMoeForCausalLM, BtxMoeModel
 from btx_nemo.errors import UserError
 from btx_nemo.families import btx_moe
-from btx_nemo.families.architecture import choose_architecture, explain_choice, read_config
+from btx_nemo.families.architecture import read_config
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.routers import functional, router_names
 from btx_nemo.routers.losses import Decision, switch
@@ -368,28 +368,6 @@ def test_config_json_holds_all_of_a_model() -> None:
             architecture.read({**written, **damage}, "config.json")
     with pytest.raises(UserError, match="quantized"):
         architecture.read({**written, "quantization_config": {}} | {"quantization_config": {"bits": 4}}, "config.json")
-
-
-def test_it_is_the_last_resort() -> None:
-    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-    sizes = dict.fromkeys(names, 4)
-
-    def model(**moe: Any) -> ModelConfig:
-        return ModelConfig(**sizes, head_dim=1, vocab_size=9, moe=MoEConfig(num_experts=4, **moe))
-
-    assert choose_architecture(model(), {}, "x").model_type == "mixtral"
-    assert choose_architecture(model(router="divmoe", options={"groups": 2}), {}, "x").model_type == "btx_moe"
-    assert choose_architecture(model(router="switch", top_k=1), {}, "x").model_type == "btx_moe"
-    ours = choose_architecture(model(router="noisy_top_k"), {"model_type": "mixtral"}, "x")
-    said = explain_choice(ours, model(router="noisy_top_k"))
-    assert said.startswith(
-        "btx_moe, which computes what the model does; mixtral has no place for a router (noisy_top_k)"
-    )
-    assert choose_architecture(model(), {"model_type": "btx_moe"}, "x") is ours  # a model stays what it was
-    with pytest.raises(UserError, match=r"btx_moe does not know moe\.router=mine"):
-        choose_architecture(model(router="mine"), {}, "x")
-    with pytest.raises(UserError, match="btx_moe is a mixture"):
-        choose_architecture(ModelConfig(**sizes, head_dim=1, vocab_size=9), {}, "x", "btx_moe")
 
 
 def test_a_config_that_cannot_be() -> None:

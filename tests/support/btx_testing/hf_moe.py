@@ -65,12 +65,13 @@ OF_A_PASS = ("switch", "expert_choice")
 """What they do with a token depends on the others of the pass."""
 
 
-def pairs(routers: Any, families: Any) -> list[Any]:
-    """Every router over Llama and one router over every family quickly; all of them in the slow suite."""
+def pairs(routers: Any, families: Any, slow: Any = ()) -> list[Any]:
+    """Every router over Llama but the `slow` ones, and one over every family, quickly; all in the slow suite."""
     import pytest
 
     def marks(router: str, family: str) -> Any:
-        return () if family == "llama" or router == "divmoe" else pytest.mark.slow
+        quick = router not in slow and (family == "llama" or router == "divmoe")
+        return () if quick else pytest.mark.slow
 
     return [pytest.param(router, family, marks=marks(router, family)) for family in families for router in routers]
 

@@ -89,7 +89,7 @@ def padded_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tens
 def settings(layout: dict[str, int], options: dict[str, Any], optim: OptimConfig) -> TrainConfig:
     """A run's configuration, for building a trainee.
 
-    options: router, moe, precision, fp8, recompute, freeze, train, dropout, per_token_loss.
+    options: router, moe, precision, fp8, recompute, recompute_modules, freeze, train, dropout, per_token_loss.
     """
     return TrainConfig(
         stage="mix",
@@ -98,6 +98,7 @@ def settings(layout: dict[str, int], options: dict[str, Any], optim: OptimConfig
         layout=LayoutConfig(**layout),
         precision=options.get("precision", "fp32"),
         recompute=options.get("recompute", "none"),
+        recompute_modules=options.get("recompute_modules", ["core_attn"]),
         steps=100,
         micro_batch_size=1,
         global_batch_size=2,
@@ -122,3 +123,16 @@ def random_batch(vocab_size: int, total: int, length: int, seed: int = 3) -> dic
         "loss_mask": torch.ones(total, length),
         "position_ids": torch.arange(length)[None].expand(total, -1).contiguous(),
     }
+
+
+def context_parallel_parts(ranks: int, length: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A micro-batch as this context-parallel rank has it, by us and by Megatron."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from btx_nemo.megatron.compat import supported
+    from btx_nemo.megatron.parallel import context_parallel_part, parallel_state
+
+    batch = random_batch(256, total=2, length=length)
+    with parallel_state(LayoutConfig(cp=ranks), seed=1):
+        theirs = get_batch_on_this_cp_rank(dict(batch), **supported(get_batch_on_this_cp_rank, is_hybrid_cp=False))
+        return context_parallel_part(batch), theirs

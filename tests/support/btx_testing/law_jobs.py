@@ -31,12 +31,14 @@ def megatron_loads(folder: str, layout: dict[str, int], tokens: torch.Tensor) ->
         with torch.no_grad():
             for parameter in gpt.parameters():
                 parameter.fill_(float("nan"))
+        spelling = {**METADATA, **(dist_checkpointing.load_content_metadata(folder) or {})}
         state, missing, unexpected = dist_checkpointing.load(
-            gpt.sharded_state_dict(metadata=dict(METADATA)), folder, strict=StrictHandling.RETURN_ALL
+            gpt.sharded_state_dict(metadata=spelling), folder, strict=StrictHandling.RETURN_ALL
         )
         # A model asks for Transformer Engine's FP8 state too, which weights that were converted do not have.
         beyond = [key for key in (*missing, *unexpected) if not key.endswith("._extra_state")]
         assert not beyond, f"the checkpoint and the model differ in {beyond}"
+        state.pop("content_metadata", None)
         gpt.load_state_dict(state)
         list(sharded_tensors(gpt))
         assert "dp_cp_group" not in METADATA, "the next layout in this process would be given this one's group"
@@ -75,3 +77,21 @@ def megatron_saves(
             save_model_config(model.model, Path(out))
             write_manifest(Path(out), kind="checkpoint", extra={"step": 0})
         dist.barrier()
+
+
+def half_logits(source: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.Tensor | None:
+    """Logits of any model folder that Megatron computes in bf16, as a training in bf16 does."""
+    from megatron.core.transformer.module import Float16Module
+
+    from btx_nemo.convert.logits import model_logits
+    from btx_nemo.megatron.load import load_weights
+    from btx_nemo.megatron.model import build_model
+    from btx_nemo.megatron.parallel import parallel_state
+    from btx_nemo.train.source import open_source
+
+    config, model = LayoutConfig(**layout), open_source(Path(source))
+    with parallel_state(config, seed=0):
+        gpt = build_model(model.model, config, precision="bf16")
+        load_weights(gpt, model.expressions, model.readers, seed=0)
+        logits = model_logits(Float16Module(gpt.config, gpt), tokens)
+        return None if logits is None else logits[..., : model.model.vocab_size]

@@ -71,7 +71,7 @@ def slow_writes(seconds: str) -> None:
     import time
 
     from btx_nemo.checkpoints.safetensors_sink import SafetensorsSink
-    from btx_nemo.checkpoints.torch_dist import DistSink
+    from btx_nemo.checkpoints.torch_dist_sink import DistSink
 
     def slowed(write: Any) -> Any:
         def run(*arguments: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from btx_nemo.processes import end_with
 
 MANY_THREADS = 600
 """Workers are replaced beyond: the process groups of a model that trained leave threads behind, about 50 a run."""
@@ -68,7 +71,7 @@ class RankPool:
     def _grow(self, ranks: int) -> None:
         while len(self._workers) < ranks:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process = self._context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -89,7 +92,8 @@ def _threads(pid: int) -> int:
         return 0
 
 
-def _serve(connection: Connection) -> None:
+def _serve(connection: Connection, parent: int) -> None:
+    end_with(parent, signal.SIGKILL)  # a rank that waits for others in a collective never sees the end of the tests
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from btx_nemo.checkpoints.manifest import write_manifest
-from btx_nemo.checkpoints.torch_dist import DistSink
+from btx_nemo.checkpoints.torch_dist_sink import DistSink
 from btx_nemo.config.build import build
 from btx_nemo.families.architecture import SHARED
 from btx_nemo.families.base import layout, to_megatron
