@@ -77,8 +77,6 @@ class OptimConfig:
     """Decoupled weight decay; norms and biases have none, and routers only with decay_routers."""
     decay_routers: bool = False
     """Whether the routers' matrices have the weight decay, too."""
-    offload: float = 0.0
-    """Share of the optimizer's state and work that is kept on the CPU (DivMoE, stage 3: 1.0); for GPUs."""
     beta1: float = 0.9
     """AdamW's first moment."""
     beta2: float = 0.95

@@ -75,7 +75,7 @@ def transformer_settings(config: TrainConfig, model: ModelConfig, device: Device
 
 
 def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
-    """Keywords of Megatron's OptimizerConfig: dtypes, loss scale, FP8, offloading."""
+    """Keywords of Megatron's OptimizerConfig: dtypes, loss scale, FP8."""
     scale = config.loss_scale
     settings: dict[str, Any] = dict(
         bf16=config.precision == "bf16",
@@ -89,12 +89,6 @@ def optimizer_settings(config: TrainConfig) -> dict[str, Any]:
             min_loss_scale=scale.min,
             loss_scale_window=scale.window,
             hysteresis=scale.hysteresis,
-        )
-    if config.optim.offload:
-        settings |= dict(
-            optimizer_cpu_offload=True,
-            optimizer_offload_fraction=config.optim.offload,
-            overlap_cpu_optimizer_d2h_h2d=True,
         )
     return settings
 

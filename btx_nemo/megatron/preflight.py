@@ -47,7 +47,7 @@ RECIPES = {
 
 
 def check_precision(config: TrainConfig, model: ModelConfig, device: Device) -> None:
-    """Raises UserError for a precision, an expert layer, a dispatcher or an offload that cannot be or is known to fail.
+    """Raises UserError for a precision, an expert layer or a dispatcher that cannot be or is known to fail.
 
     Nothing is allocated. One line each: where, what, remedy.
     """
@@ -55,12 +55,6 @@ def check_precision(config: TrainConfig, model: ModelConfig, device: Device) -> 
     check_choice("moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
     check_choice("moe.experts", config.moe.experts, EXPERTS)
     _check_loss_scale(config.loss_scale)
-    if not 0 <= config.optim.offload <= 1:
-        raise UserError(f"optim.offload={config.optim.offload}: is a share of the optimizer's state, from 0 to 1")
-    if config.optim.offload and device.capability is None:
-        raise UserError(
-            f"optim.offload={config.optim.offload}: there is no GPU whose memory it would spare; set optim.offload=0"
-        )
     if model.moe is not None:
         _check_experts(config, model, device)
     if config.fp8.format is not None:

@@ -57,7 +57,9 @@ def train(config: TrainConfig) -> None:
                 run.build()
             except UserError:
                 if made:  # what only building could find out: leave nothing that the next try has to agree with
-                    shutil.rmtree(prepared.out, ignore_errors=True)
+                    away = prepared.out.with_name(f".{prepared.out.name}.old-{os.getpid()}")
+                    prepared.out.rename(away)  # at once: another rank may be telling of its failure in it
+                    shutil.rmtree(away, ignore_errors=True)
                 raise
             try:
                 run.go()

@@ -170,16 +170,8 @@ def optimizer(settings: TrainConfig) -> dict[str, Any]:
             },
         ),
         ({"fp8": Fp8Config(format="e4m3", recipe="mxfp8")}, {"fp8_recipe": "mxfp8"}),
-        (
-            {"optim": OptimConfig(lr=1e-3, offload=0.75)},
-            {
-                "optimizer_cpu_offload": True,
-                "optimizer_offload_fraction": 0.75,
-                "overlap_cpu_optimizer_d2h_h2d": True,
-            },
-        ),
     ],
-    ids=["fp32", "fp16", "mxfp8", "offload"],
+    ids=["fp32", "fp16", "mxfp8"],
 )
 def test_the_optimizer_s_fields(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     plain, found = optimizer(config()), optimizer(config(**changes))
@@ -244,7 +236,6 @@ REFUSED = [
     ({"fp8": FP8}, Device((9, 0)), "fp8.recipe=delayed: needs Transformer Engine; pip install 'btx-nemo[gpu]'"),
     ({"fp8": FP8 | {"recipe": "blockwise"}}, Device((9, 0), (12, 9), "2.2.0"), "needs Transformer Engine 2.3 or newer"),
     ({"fp8": FP8 | {"recipe": "blockwise"}}, Device((9, 0), (12, 8), "2.8.0"), "needs CUDA 12.9 or newer"),
-    ({"optim": {"offload": 0.5}}, CPU, "optim.offload=0.5: there is no GPU whose memory it would spare"),
     ({"moe": {"dispatcher": "flex"}}, CPU, "moe.dispatcher=flex: needs DeepEP and GPUs"),
     ({"moe": {"dispatcher": "flex"}}, Device((9, 0)), "moe.dispatcher=flex: needs DeepEP and GPUs"),
     ({"moe": {"experts": "grouped"}}, CPU, "moe.experts=grouped: grouped layers are Transformer Engine's"),
@@ -272,7 +263,6 @@ REFUSED = [
     ({"precision": "fp8"}, HOPPER, "precision=fp8: unknown; known: fp32, bf16, fp16"),
     ({"moe": {"dispatcher": "ring"}}, HOPPER, "moe.dispatcher=ring: unknown; known: alltoall, allgather, flex"),
     ({"moe": {"experts": "te"}}, HOPPER, "moe.experts=te: unknown; known: auto, sequential, grouped"),
-    ({"optim": {"offload": 2.0}}, HOPPER, "optim.offload=2.0: is a share"),
     ({"loss_scale": {"initial": 0.5}}, HOPPER, "loss_scale: initial=0.5 must not be below min=1.0"),
     ({"loss_scale": {"window": 0}}, HOPPER, "loss_scale.window=0: must be 1 or more"),
     # sizes
@@ -294,8 +284,6 @@ SECTIONS = {
 @pytest.mark.parametrize(("changes", "device", "message"), REFUSED)
 def test_what_cannot_be_is_told_in_one_line(changes: dict[str, Any], device: Device, message: str) -> None:
     made = {key: SECTIONS[key](**value) for key, value in changes.items() if key in SECTIONS}
-    if "optim" in changes:
-        made["optim"] = OptimConfig(lr=1e-3, **changes["optim"])
     if "data" in changes:
         made["data"] = DataConfig(path="unused", **changes["data"])
     if "precision" in changes:

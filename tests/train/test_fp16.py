@@ -14,9 +14,7 @@ from btx_testing.runs import TinyWorld, metrics, weights
 HUGE = {"loss_scale": {"initial": 2.0**40, "hysteresis": 1, "window": 3}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "count"), [("dense", {}, 1), ("mixture", {}, 1), ("mixture", {"tp": 2, "ep": 2}, 2)]
-)
+@pytest.mark.parametrize(("kind", "layout", "count"), [("dense", {}, 1), ("mixture", {"tp": 2, "ep": 2}, 2)])
 def test_a_step_that_overflows_is_skipped_and_halves_the_scale(
     ranks: RankPool, world: TinyWorld, kind: str, layout: dict[str, int], count: int
 ) -> None:

@@ -45,7 +45,9 @@ def test_frozen_experts_keep_their_bits_while_the_rest_learns(
 def test_what_a_run_trains_is_all_that_learns(
     ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
 ) -> None:
-    changed = changes(ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5)
+    changed = changes(
+        ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5, decay_routers=True
+    )
     assert {name for name, value in changed.items() if value} == {
         f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)
     }
@@ -63,6 +65,31 @@ def test_a_pattern_names_the_same_layer_and_expert_in_every_layout(
         "decoder.layers.1.self_attention.linear_qkv.weight",
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
         "decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight",
+    }
+
+
+def test_grouped_experts_have_the_names_of_sequential_ones() -> None:
+    """A stand-in with the names of Transformer Engine's grouped layers, which only a GPU computes: experts 4 and 5 of
+    the third layer, the first one here."""
+    from btx_nemo.train.freeze import global_names
+
+    def module(**children: Any) -> torch.nn.Module:
+        made = torch.nn.Module()
+        for name, child in children.items():
+            setattr(made, name, child)
+        return made
+
+    def linear() -> torch.nn.Module:
+        return module(**{f"weight{i}": torch.nn.Parameter(torch.full((1,), float(i))) for i in range(2)})
+
+    mlp = module(experts=module(linear_fc1=linear(), linear_fc2=linear()), local_expert_indices=[4, 5])
+    layer = module(mlp=mlp, layer_number=3)
+    gpt = module(decoder=module(layers=torch.nn.ModuleList([layer])))
+    names = {name: value.item() for name, value in global_names(gpt).items()}
+    assert names == {
+        f"decoder.layers.2.mlp.experts.local_experts.{expert}.linear_fc{fc}.weight": expert - 4.0
+        for expert in (4, 5)
+        for fc in (1, 2)
     }
 
 
@@ -102,6 +129,29 @@ def test_wrong_patterns_are_told_on_every_rank(
     told = ranks.run(train_jobs.user_error_of_freeze, str(world.mixture), layout, patterns, ranks=count)
     assert len(told) == count
     assert all(message in text for text in told)
+
+
+def test_what_is_frozen_costs_no_gradient_no_moment_and_no_product(ranks: RankPool, world: TinyWorld) -> None:
+    """32 tokens in 2 layers of 4 experts, 2 a token: 32 wide, feed-forward 48, 4 heads of 8, 2 groups, 288 words."""
+
+    def cost(**options: Any) -> dict[str, int]:
+        return ranks.run(train_jobs.cost, str(world.mixture), {}, options, ranks=1)[0]
+
+    everything, no_experts, routers = cost(), cost(freeze=["*.mlp.experts.*"]), cost(train=["*.mlp.router.*"])
+    expert = 3 * 32 * 48
+    assert everything["gradients"] - no_experts["gradients"] == 2 * 4 * expert
+    assert routers["gradients"] == 2 * 4 * 32
+    for stage in (everything, no_experts, routers):
+        assert stage["moments"] == 2 * stage["gradients"]
+    # The weights' own gradients are as many products as the forward pass has, and the experts' are not computed.
+    assert everything["products"] - no_experts["products"] == 32 * 2 * 2 * expert
+    # With routers alone only they have any. Nor does a gradient go further down than the first router: not into its
+    # layer's first linear layers, whose inputs need none, nor into attention before it.
+    attention = 32 * (32 + 2 * 16 + 32)
+    weights = 32 * (2 * attention + 2 * 2 * expert + 32 * 288)
+    below = 32 * (attention + 2 * 2 * 32 * 48 + 4 * 32)
+    scores = 2 * 2 * 16 * 16 * 32 * 2  # of one layer's attention: two sequences, two products, each with two gradients
+    assert everything["products"] - routers["products"] == weights + below + scores
 
 
 def test_weight_decay_would_show(ranks: RankPool, world: TinyWorld) -> None:

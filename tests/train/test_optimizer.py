@@ -70,14 +70,13 @@ def test_the_schedule_follows_its_formula(ranks: RankPool, world: TinyWorld, sch
 ROUTERS = {f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)}
 
 
-@pytest.mark.parametrize(("layout", "count"), [({}, 1), ({"tp": 2, "ep": 2}, 2), ({"pp": 2}, 2)])
 @pytest.mark.parametrize(
-    ("options", "router", "rest"),
+    ("layout", "count", "options", "router", "rest"),
     [
-        pytest.param({}, (1e-3, 0.0), 1e-3, id="defaults"),
-        pytest.param({"decay_routers": True}, (1e-3, 0.5), 1e-3, id="decayed"),
-        pytest.param({"router_lr": 4e-3}, (4e-3, 0.0), 1e-3, id="own-rate"),
-        pytest.param({"router_lr": 4e-3, "router_min_lr": 4e-3, "decay_routers": True}, (4e-3, 0.5), 1e-3, id="both"),
+        pytest.param({}, 1, {}, (1e-3, 0.0), 1e-3, id="defaults"),
+        pytest.param({}, 1, {"decay_routers": True}, (1e-3, 0.5), 1e-3, id="decayed"),
+        pytest.param({"tp": 2, "ep": 2}, 2, {"router_lr": 4e-3}, (4e-3, 0.0), 1e-3, id="own-rate"),
+        pytest.param({"pp": 2}, 2, {"router_lr": 4e-3, "decay_routers": True}, (4e-3, 0.5), 1e-3, id="both"),
     ],
 )
 def test_each_parameter_is_in_its_group(

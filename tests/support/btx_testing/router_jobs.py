@@ -73,7 +73,9 @@ def trainee_of(
     from btx_testing.jobs import settings
 
     # No clipping: the first moment of AdamW after one step is then the gradient itself, times 1 - beta1.
-    optim = OptimConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0, weight_decay=0.5)
+    optim = OptimConfig(
+        lr=1e-3, min_lr=1e-4, warmup_steps=0, beta1=BETA1, clip_grad=0.0, weight_decay=0.5, decay_routers=True
+    )
     config, model = settings(layout, options, optim), source(folder, options)
     with parallel_state(config.layout, seed=1):
         trainee = build_trainee(config, model, documents=options.get("documents", False))

@@ -124,6 +124,28 @@ def changed_parameters(model: str, layout: dict[str, int], options: dict[str, An
         return {name: not torch.equal(before[name], after[name].detach()) for name in before}
 
 
+def cost(model: str, layout: dict[str, int], options: dict[str, Any]) -> dict[str, int]:
+    """Of a step of 32 tokens: multiply-adds in matrix products, numbers with a gradient buffer, moments of AdamW."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with trainee(model, layout, options) as subject:
+        list(steps(subject, 1))
+        with FlopCounterMode(display=False) as counter:
+            list(steps(subject, 1))
+        buffers = [b for chunk in subject.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        states = [
+            state
+            for part in subject.optimizer.chained_optimizers
+            if part.optimizer is not None
+            for state in part.optimizer.state.values()
+        ]
+        return {
+            "products": counter.get_total_flops() // 2,
+            "gradients": sum(p.numel() for buffer in buffers for p in buffer.param_index_map),
+            "moments": sum(state["exp_avg"].numel() + state["exp_avg_sq"].numel() for state in states),
+        }
+
+
 def user_error_of_freeze(model: str, layout: dict[str, int], patterns: list[str]) -> str:
     """The text of the UserError that building a trainee raises on this rank."""
     from btx_nemo.errors import UserError
