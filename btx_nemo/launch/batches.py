@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from btx_nemo.errors import BtxError, UserError
-from btx_nemo.launch import slurm, state
-from btx_nemo.launch.decide import Todo, line
+from btx_nemo.errors import BtxError
+from btx_nemo.launch import found, slurm, state
+from btx_nemo.launch.decide import Todo
+from btx_nemo.launch.identity import record
+from btx_nemo.launch.options import without_dependencies
+
+LARGEST = 1000
+"""Tasks of an array: Slurm's own limit, MaxArraySize, is 1001 where a site has not set it."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +26,6 @@ class Submission:
     scripts: Path
     runs: Path
     environment: Mapping[str, str]
-    options: tuple[str, ...]
-    """Options of sbatch."""
     allow_missing: bool
 
 
@@ -35,18 +40,19 @@ class Batch:
     @property
     def name(self) -> str:
         """The job's name."""
-        return f"btx-{self.todos[0].job.name}" if len(self.todos) == 1 else "btx-experts"
+        return found.job_name(self.todos[0].job.name) if len(self.todos) == 1 else found.ARRAY
 
     def line(self, submission: Submission, ids: Mapping[str, str]) -> list[str]:
         """The sbatch line, where `ids` has the job of each stage in `after`."""
         first = self.todos[0].job
         many = len(self.todos) if len(self.todos) > 1 else 0
         words = [todo.job.args[0] for todo in self.todos] if many else list(first.args[:1])
-        # In a log's name Slurm replaces what follows a percent sign.
-        log = f"{submission.runs}/logs/".replace("%", "%%") + ("%x_%A_%a.out" if many else "%x_%j.out")
+        log = found.logs(submission.runs) + ("%x_%A_%a.out" if many else "%x_%j.out")
         command = [str(submission.scripts / first.script), *words, *first.args[1:]]
-        options = [*first.options, *submission.options]
-        return slurm.sbatch_line(self.name, log, command, options, self._waits(submission, ids), array=many)
+        options, waits = without_dependencies(first.options)
+        waits = [*self._waits(submission, ids), *waits]
+        comment = found.comment(self.todos[0].line)
+        return slurm.sbatch_line(self.name, log, command, options, waits, array=many, comment=comment)
 
     def _waits(self, submission: Submission, ids: Mapping[str, str]) -> list[str]:
         """All before it must have succeeded; where experts may be missing, they must have ended."""
@@ -64,15 +70,19 @@ class Batch:
 def batches(todos: Sequence[Todo]) -> list[Batch]:
     """What is to run, in order; experts that differ in nothing but their domain become one array."""
     open_ones = {todo.job.name for todo in todos if todo.action != "done"}
-    found: dict[object, Batch] = {}
+    alike: dict[object, list[Batch]] = {}
+    made: list[Batch] = []
     for todo in todos:
         job = todo.job
         if todo.action == "run":
             after = tuple(name for name in job.after if name in open_ones)
             first_stage = job.script == "train_expert.sh" and "." not in job.name
-            key: object = (job.args[1:], job.options, after) if first_stage else job.name
-            found.setdefault(key, Batch([], after)).todos.append(todo)
-    return list(found.values())
+            same = alike.setdefault((job.args[1:], job.options, after) if first_stage else job.name, [])
+            if not same or len(same[-1].todos) == LARGEST:
+                same.append(Batch([], after))
+                made.append(same[-1])
+            same[-1].todos.append(todo)
+    return made
 
 
 def _replaced(todos: Sequence[Todo]) -> list[str]:
@@ -89,10 +99,13 @@ def _lines(todos: Sequence[Todo], submission: Submission, ids: dict[str, str]) -
 def submit_all(todos: Sequence[Todo], submission: Submission) -> None:
     """Submits what is to run, remembers the jobs, and prints what happened to every stage.
 
-    Raises UserError when sbatch refuses one; those before it are cancelled.
+    Raises UserError when sbatch refuses one, BtxError when Slurm or the disk fails; those before it are cancelled, and
+    the records are as they were.
     """
+    runs = submission.runs
     if _replaced(todos):
         slurm.scancel(_replaced(todos))
+    earlier = {todo.job.name: state.submitted(runs, todo.job.name) for todo in todos if todo.action == "run"}
     ids: dict[str, str] = {}
     new: list[str] = []
     try:
@@ -100,44 +113,80 @@ def submit_all(todos: Sequence[Todo], submission: Submission) -> None:
             new.append(slurm.sbatch(words, batch.name, submission.environment))
             ids |= batch.ids(new[-1])
             for todo in batch.todos:
-                _remember(todo, batch, submission.runs, ids)
-    except BtxError as error:
-        if new:
-            slurm.scancel(new)
-        for todo in todos:
-            if todo.action == "run":
-                state.forget_submitted(submission.runs, todo.job.name)
-        raise UserError(f"{error}; nothing stays submitted") from None
+                _remember(todo, batch, runs, ids)
+    except (BtxError, OSError, KeyboardInterrupt) as error:
+        left = _undo(new, earlier, todos, runs)
+        if isinstance(error, KeyboardInterrupt):
+            print(f"interrupted; {left}", file=sys.stderr)
+            raise
+        raise (type(error) if isinstance(error, BtxError) else BtxError)(f"{error}; {left}") from None
     width = max(len(todo.job.name) for todo in todos)
     for todo in todos:
         said = {"done": "done", "join": todo.why, "run": f"submitted as {ids.get(todo.job.name)} ({todo.why})"}
         print(f"{todo.job.name:<{width}}  {said[todo.action]}")
 
 
+def _undo(new: Sequence[str], earlier: Mapping[str, state.Submitted | None], todos: Sequence[Todo], runs: Path) -> str:
+    """Cancels what was submitted and brings back the records; what it says must not hide why."""
+    jobs = set(new)
+    with contextlib.suppress(BtxError):  # one whose id sbatch did not tell: no record has it
+        joined = {todo.job.name: state.submitted(runs, todo.job.name) for todo in todos if todo.action == "join"}
+        known, live = found.jobs_of(runs, {**dict.fromkeys(earlier), **joined}, {})
+        unknown = {one.job for name, one in known.items() if name in earlier and one and one.job in live}
+        jobs |= {job for job in unknown if job.partition("_")[0] not in new}
+    if jobs:
+        try:
+            slurm.scancel(sorted(jobs))
+        except BtxError as error:
+            return f"{error}, and so these stay submitted: scancel {' '.join(sorted(jobs))}"
+    for name, before in earlier.items():
+        with contextlib.suppress(OSError):
+            state.forget_submitted(runs, name)
+            if before is not None:
+                state.save_submitted(runs, name, before)
+    return "nothing stays submitted"
+
+
 def _remember(todo: Todo, batch: Batch, runs: Path, ids: Mapping[str, str]) -> None:
     name = todo.job.name
     log = runs / "logs" / f"{batch.name}_{ids[name]}.out"
     after = [ids[before] for before in batch.after]
-    state.save_submitted(runs, name, state.Submitted(job=ids[name], line=line(todo.job), after=after, log=str(log)))
+    state.save_submitted(runs, name, state.Submitted(job=ids[name], line=todo.line, after=after, log=str(log)))
 
 
-def script(todos: Sequence[Todo], submission: Submission, *, here: bool) -> str:
-    """A shell script that does what a submission would, on Slurm or `here`; why, and what is left out, as comments."""
-    environment = submission.environment.items()
+def script(todos: Sequence[Todo], submission: Submission, aside: Mapping[str, tuple[Path, Path]], *, here: bool) -> str:
+    """A shell script that does what a submission would, on Slurm or `here`; why, and what is left out, as comments.
+
+    `aside` has, for stages that are made again, the output and where it is put.
+    """
+    runs = submission.runs
     lines = [
         "set -e",
         *(f"# {todo.job.name}: {todo.why or todo.action}" for todo in todos),
-        *(f"export {name}={shlex.quote(value)}" for name, value in environment),
-        f"mkdir -p {shlex.quote(str(submission.runs / 'logs'))}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in submission.environment.items()),
+        f"mkdir -p {shlex.quote(str(runs / 'logs'))}",
     ]
-    if here:
-        jobs = [todo.job for todo in todos if todo.action == "run"]
-        return "\n".join([*lines, *(shlex.join(["bash", str(submission.scripts / j.script), *j.args]) for j in jobs)])
-    if _replaced(todos):
+    if _replaced(todos) and not here:
         lines.append(f"scancel {' '.join(_replaced(todos))}")
+    for stage, (out, place) in aside.items():
+        lines += [
+            shlex.join(["mkdir", "-p", str(place.parent)]),
+            shlex.join(["mv", "-T", str(out), str(place)]),
+            shlex.join(["rm", "-f", str(record(runs, stage))]),
+        ]
+    if here:
+        return "\n".join([*lines, "export BTX_LOCAL=1", *_here(todos, submission)])
     ids: dict[str, str] = {}
     for number, (batch, words) in enumerate(_lines(todos, submission, ids), 1):
         variable = f"${{job{number}}}"
         ids |= batch.ids(variable)
         lines += [f"job{number}=$({slurm.shown(words)})", f'echo "{batch.name} {variable}"']
     return "\n".join(lines)
+
+
+def _here(todos: Sequence[Todo], submission: Submission) -> Iterator[str]:
+    for todo in todos:
+        if todo.action == "run":
+            command = shlex.join(["bash", str(submission.scripts / todo.job.script), *todo.job.args])
+            lenient = submission.allow_missing and todo.job.name.startswith("expert-")
+            yield f"{command} || echo '{todo.job.name} failed' >&2" if lenient else command

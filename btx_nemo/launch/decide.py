@@ -9,9 +9,8 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
-from btx_nemo.launch.identity import Made, made_of, refusal
-from btx_nemo.launch.slurm import Live
-from btx_nemo.launch.state import Submitted
+from btx_nemo.launch.identity import Made, made_of, record, refusal
+from btx_nemo.launch.state import Submitted, events
 from btx_nemo.processes import started
 
 
@@ -26,19 +25,24 @@ class Todo:
     """Why it runs, or the id of the job that is joined."""
     id: str = ""
     """The job that is joined, or that is cancelled because this one replaces it."""
+    line: list[str]
+    """What tells one submission of the stage from another."""
 
 
 def decide(
     jobs: Sequence[Job],
     runs: Path,
     submitted: Mapping[str, Submitted | None],
-    live: Mapping[str, Live],
+    live: Mapping[str, str],
+    environment: Mapping[str, str],
     redo: Collection[str] = (),
 ) -> list[Todo]:
     """A Todo for every job of a graph, in its order.
 
+    `live` has the states of the jobs in Slurm that have not ended, by their ids, `environment` what jobs are told.
+
     Raises UserError for a stage to be made again that is unknown or running, for an output that was made with
-    other settings, and for a running job that a change would make useless.
+    other settings, and for a running job that a change would make useless: other settings, or another input.
     """
     names = [job.name for job in jobs]
     for name in redo:
@@ -46,47 +50,78 @@ def decide(
             raise UserError(f"--redo {name}: no such stage; known: {', '.join(names)}")
     todos: dict[str, Todo] = {}
     for job in jobs:
-        record = submitted.get(job.name)
-        state = _state(record, live)
-        todos[job.name] = _decide(job, runs, record, state, todos, again=job.name in redo)
+        before = submitted.get(job.name)
+        state, words = _state(before, live), line(job, environment)
+        todos[job.name] = _decide(job, runs, before, state, words, todos, again=job.name in redo)
     return list(todos.values())
 
 
-def line(job: Job) -> list[str]:
-    """What tells one submission of a stage from another."""
-    return [job.script, *job.args, *job.options]
+def line(job: Job, environment: Mapping[str, str]) -> list[str]:
+    """What tells one submission of a stage from another: script, arguments, options of sbatch, and environment."""
+    return [job.script, *job.args, *job.options, *(f"{name}={value}" for name, value in sorted(environment.items()))]
 
 
-def _state(record: Submitted | None, live: Mapping[str, Live]) -> Live | None:
-    """The job of a stage, when it has not ended."""
+def _state(record: Submitted | None, live: Mapping[str, str]) -> str:
+    """The state of a stage's job; empty when it has ended."""
     if record is None:
-        return None
+        return ""
     if record.pid:
-        return Live("RUNNING", "", "", "") if started(record.pid) == record.started else None
-    state = live.get(record.job)
-    return None if state is None or state.ended else state
+        return "RUNNING" if started(record.pid) == record.started else ""
+    return live.get(record.job, "")
 
 
 def _decide(
-    job: Job, runs: Path, record: Submitted | None, state: Live | None, todos: Mapping[str, Todo], *, again: bool
+    job: Job,
+    runs: Path,
+    record: Submitted | None,
+    state: str,
+    words: list[str],
+    todos: Mapping[str, Todo],
+    *,
+    again: bool,
 ) -> Todo:
     before = [todos[name] for name in job.after if todos[name].action != "done"]
     why = "to be made again" if again else _why(job, runs, record)
     if not why and not before:
-        return Todo(job=job, action="done", why="")
+        return Todo(job=job, action="done", why="", line=words)
     why = why or f"follows {before[0].job.name}"
-    if state is None or record is None:
-        return Todo(job=job, action="run", why=why)
+    if not state or record is None:
+        return Todo(job=job, action="run", why=why, line=words)
     # A job that waits for others than it would have to is of no use, and one that has other settings neither.
     joined = all(todo.action == "join" and todo.id in record.after for todo in before)
-    if joined and record.line == line(job) and not again:
-        return Todo(job=job, action="join", why=f"{state.state.lower()} as {record.job}", id=record.job)
-    if state.state != "PENDING":
+    other = "" if again or not joined else _other(job, runs, record, state, words)
+    if joined and not other and not again:
+        return Todo(job=job, action="join", why=f"{state.lower()} as {record.job}", id=record.job, line=words)
+    if state != "PENDING":
         raise UserError(
-            f"{job.name} is {state.state.lower()} as job {record.job}, and this submission would replace it "
-            f"({why}); wait for it, or stop it: btx-nemo cancel {job.name}"
+            f"{job.name} is {state.lower()} as job {record.job}, and this submission would replace it "
+            f"({other or why}); wait for it, or stop it: btx-nemo cancel {job.name}"
         )
-    return Todo(job=job, action="run", why=why, id=record.job)
+    return Todo(job=job, action="run", why=why, id=record.job, line=words)
+
+
+def _other(job: Job, runs: Path, record: Submitted, state: str, words: Sequence[str]) -> str:
+    """In what a job that has not ended differs from what would be submitted now; empty where it does not."""
+    if not record.line:
+        return "with which settings is not known"
+    if record.line != words:
+        gone = [f"no longer {word}" for word in record.line if word not in words]
+        return ", ".join([*(f"now {word}" for word in words if word not in record.line), *gone]) or "another order"
+    begun = [event.time for event in events(runs, job.name) if event.what == "start" and event.job == record.job]
+    if state != "PENDING" and begun and _age(job, runs) >= begun[-1]:  # what it is made of is recorded after its start
+        stale = _stale(job, runs)
+        return f"it is made of another {', '.join(stale)}" if stale else ""
+    return ""
+
+
+def _age(job: Job, runs: Path) -> float:
+    path = record(runs, job.name)
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _stale(job: Job, runs: Path) -> list[str]:
+    then = made_of(runs, job.name)
+    return then.changed_inputs(Made.now(job.inputs, job.args)) if then is not None and os.path.lexists(job.out) else []
 
 
 def _why(job: Job, runs: Path, record: Submitted | None) -> str:

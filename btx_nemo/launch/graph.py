@@ -26,6 +26,8 @@ DEFAULTS = {
     "train_mix.sh": "mix",
 }
 """The configuration that each script takes when it is given none."""
+LONGEST = 150
+"""Characters of a domain, and of a domain with a stage."""
 STAGE = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 
 
@@ -95,6 +97,9 @@ def _check(config: PipelineConfig) -> None:
                     f"experts.{domain}.stages: {stage!r}: only a-z, 0-9, _ and - are allowed, a letter first; "
                     "rename the stage"
                 )
+        for name in (domain, *(f"{domain}.{stage}" for stage in expert.stages)):
+            if len(name) > LONGEST:  # with what is put around it, it is the name of files
+                raise UserError(f"{name[:40]}...: {len(name)} characters; {LONGEST} are allowed, choose a shorter name")
     check_choice("until", config.until, UNTIL)
     if config.train not in (["joint"], ["router"], ["router", "joint"]):
         raise UserError(f"train={config.train}: must be [joint], [router] or [router,joint]")

@@ -85,10 +85,14 @@ class Made:
         return [n for n in names if now.inputs.get(n) is None or self.inputs.get(n) != now.inputs.get(n)]
 
     def changed_settings(self, now: Made) -> list[str]:
-        """Settings that differ, as "key=then, now this"."""
+        """Settings that differ, as "key=then, now this"; the order of the experts is one, which a mixture keeps."""
         keys = sorted({*self.settings, *now.settings})
         differ = [key for key in keys if self.settings.get(key) != now.settings.get(key)]
-        return [f"{key}={self.settings.get(key, 'unset')}, now {now.settings.get(key, 'unset')}" for key in differ]
+        found = [f"{key}={self.settings.get(key, 'unset')}, now {now.settings.get(key, 'unset')}" for key in differ]
+        orders = [[name for name in made.inputs if name.startswith("expert-")] for made in (self, now)]
+        if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
+            found.append(f"{', '.join(orders[0])}, now in the order {', '.join(orders[1])}")
+        return found
 
 
 def settings(arguments: Sequence[str]) -> dict[str, str]:
@@ -163,11 +167,16 @@ def refusal(stage: str, out: Path, changed: Sequence[str]) -> str:
 
 def put_aside(runs: Path, stage: str, out: Path) -> Path:
     """Moves an output into `runs`/stale, where nothing looks for it; returns where it is. Nothing is deleted."""
-    folder = runs / "stale"
-    folder.mkdir(exist_ok=True)
-    number = 1
-    while os.path.lexists(folder / f"{stage}.{number}"):
-        number += 1
-    os.rename(out, folder / f"{stage}.{number}")
+    place = free_place(runs, stage)
+    place.parent.mkdir(exist_ok=True)
+    os.rename(out, place)
     record(runs, stage).unlink(missing_ok=True)
-    return folder / f"{stage}.{number}"
+    return place
+
+
+def free_place(runs: Path, stage: str) -> Path:
+    """Where `put_aside` would move an output."""
+    number = 1
+    while os.path.lexists(runs / "stale" / f"{stage}.{number}"):
+        number += 1
+    return runs / "stale" / f"{stage}.{number}"

@@ -17,7 +17,7 @@ from btx_nemo.checkpoints.files import read_json
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
 from btx_nemo.launch import state
 from btx_nemo.launch.batches import Submission
-from btx_nemo.launch.decide import Todo, line
+from btx_nemo.launch.decide import Todo
 from btx_nemo.launch.logs import last_words
 from btx_nemo.processes import end_with_parent, started
 
@@ -105,7 +105,7 @@ class _Executor:
             )
         self.running[job.name] = process, time.monotonic()
         entry = state.Submitted(
-            job="local", line=line(job), after=[], log=str(log), pid=process.pid, started=started(process.pid)
+            job="local", line=todo.line, after=[], log=str(log), pid=process.pid, started=started(process.pid)
         )
         state.save_submitted(runs, job.name, entry)
         print(f"{job.name}: started ({todo.why}), log {log}", flush=True)
