@@ -298,3 +298,11 @@ def test_long_names_are_refused(runs: Path, queue: Queue) -> None:
             submit(words, runs=runs)
     submit(["a" * 150, "until=mix"], runs=runs)
     assert state.submitted(runs, f"expert-{'a' * 150}") is not None
+
+
+def test_another_order_of_experts_is_another_setting(runs: Path, queue: Queue) -> None:
+    submit(["math", "code", "until=mix"], runs=runs, local=True)
+    submit(["math", "code", "until=mix"], runs=runs)
+    with pytest.raises(UserError, match="expert-math, expert-code, now in the order expert-code, expert-math; go back"):
+        submit(["code", "math", "until=mix"], runs=runs)
+    assert not queue.calls("sbatch")
