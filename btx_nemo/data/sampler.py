@@ -136,8 +136,10 @@ def collate(samples: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Stack samples into one microbatch [B, S]: what the model reads, and in a blend each one's dataset."""
     import torch
 
-    keys = (*BATCH_KEYS, PADDING) if PADDING in samples[0] else BATCH_KEYS
-    batch = {key: torch.stack([sample[key] for sample in samples]) for key in keys}
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in BATCH_KEYS}
+    if any(PADDING in sample for sample in samples):  # text beside conversations has none
+        none = torch.zeros_like(batch["tokens"][0], dtype=torch.bool)
+        batch[PADDING] = torch.stack([sample.get(PADDING, none) for sample in samples])
     if "dataset_id" in samples[0]:
         batch["dataset_id"] = torch.tensor([int(sample["dataset_id"]) for sample in samples])
     return batch

@@ -110,7 +110,8 @@ class MixtureForm:
                 return "a shared expert without a sigmoid gate"
         beyond = sorted(set(router_state(model)) ^ {"weight"})
         if beyond:
-            return f"a router ({moe.router}) with {', '.join(beyond)}"
+            folded = ", a bias on logits that no weight can hold: no input is always one" if "penalty" in beyond else ""
+            return f"a router ({moe.router}) with {', '.join(beyond)}{folded}"
         return None
 
     def cannot_route(self, moe: MoEConfig) -> str | None:

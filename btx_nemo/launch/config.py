@@ -21,8 +21,8 @@ class StageConfig:
     gpus: int | None = None
     """GPUs of each node; 0 for none."""
     time: str | None = None
-    """Time limit as sbatch takes it, e.g. "12:00:00": with its quotes, since YAML reads 12:00:00 as 43200. At the limit a training
-    saves, requeues itself and resumes."""
+    """Time limit as sbatch takes it, e.g. "12:00:00": with its quotes, since YAML reads 12:00:00 as 43200.
+    At the limit a training saves, requeues itself and resumes."""
     sbatch: list[str] = field(default_factory=list)
     """Further options of sbatch, e.g. [--partition=gpu, --exclusive]."""
 

@@ -7,13 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.checkpoints.files import read_json
+import yaml
+
+from btx_nemo.checkpoints.files import read_json, read_regular
 from btx_nemo.checkpoints.manifest import MANIFEST
 from btx_nemo.errors import UserError
-from btx_nemo.families.source import Source
+from btx_nemo.families.source import Source, find_checkpoint
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.extras import ASIDE, ASIDE_FOLDER, Extra
 from btx_nemo.mix.recipes.base import Mixture, Recipe
+
+RESOLVED = "resolved.yaml"
+"""In a run directory, above its checkpoints."""
+MOST_RUNS = 16
+"""One after the other, from a mixture on."""
 
 
 def history_of(
@@ -34,10 +41,31 @@ def history_of(
     return [*before, entry]
 
 
+def made_from(folder: Path) -> Path:
+    """The mixture that a training run's checkpoint began as, through any number of runs; other folders are themselves.
+
+    It may be gone, or another one be in its place: what is taken from beside it has to be checked.
+    """
+    for _ in range(MOST_RUNS):
+        resolved = folder.parent.parent / RESOLVED
+        if not resolved.is_file():
+            break
+        try:
+            settings = yaml.safe_load(read_regular(resolved, 1 << 20))
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+            break
+        before = settings.get("init_from") if isinstance(settings, dict) else None
+        if not isinstance(before, str) or not Path(before).is_dir():
+            break
+        folder = find_checkpoint(Path(before)) or Path(before)
+    return folder
+
+
 def _known(mixture: Source) -> list[dict[str, Any]]:
-    if not (mixture.folder / MANIFEST).is_file():
+    manifest = made_from(mixture.folder) / MANIFEST
+    if not manifest.is_file():
         return []
-    history = read_json(mixture.folder / MANIFEST).get("history", [])
+    history = read_json(manifest).get("history", [])
     return [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
 
 

@@ -23,7 +23,7 @@ from btx_nemo.mix.compare import check_same, equal, lowered
 from btx_nemo.mix.config import MixConfig
 from btx_nemo.mix.distance import report
 from btx_nemo.mix.extras import ASIDE_FOLDER, ASIDE_JSON, EMBEDDINGS, OPENERS, Extra
-from btx_nemo.mix.history import check_embedder, history_of, unknown_averages
+from btx_nemo.mix.history import check_embedder, history_of, made_from, unknown_averages
 from btx_nemo.mix.recipes.base import Ingredients, Mixture, Recipe, get_recipe
 from btx_nemo.mix.vocabulary import add_tokens, unify
 from btx_nemo.mix.write import Destination, destination
@@ -110,7 +110,7 @@ def _open(config: MixConfig) -> Kitchen:
     for option, (name, opener) in OPENERS.items():
         folder = getattr(options, option, None)
         if folder is None and option == "aside" and hasattr(options, "aside"):
-            beside = seed.folder / ASIDE_FOLDER
+            beside = made_from(seed.folder) / ASIDE_FOLDER
             folder = str(beside) if beside.is_dir() else None
         if folder is not None:
             extras[name] = opener(folder)

@@ -83,15 +83,19 @@ def _layout(config: TrainConfig) -> str:
     layout, ranks = config.layout, world_size()
     axes = {**dataclasses.asdict(layout), "dp": layout.dp(ranks)}
     microbatches = config.global_batch_size // (config.micro_batch_size * layout.dp(ranks))
+    fp8 = f" with fp8 {config.fp8.format}" if config.fp8.format else ""
     return (
         f"{ranks} ranks: {', '.join(f'{axis} {size}' for axis, size in axes.items() if size)}; {microbatches} "
-        f"micro-batches of {config.micro_batch_size} a step and rank; {config.precision}, recompute {config.recompute}"
+        f"micro-batches of {config.micro_batch_size} a step and rank; {config.precision}{fp8}, "
+        f"recompute {config.recompute}"
     )
 
 
 def _schedule(config: TrainConfig) -> str:
     optim = config.optim
+    router = f", routers {optim.router_lr:g}" if optim.router_lr is not None else ""
     return (
-        f"lr {optim.lr:g} -> {optim.min_lr:g}, {optim.decay}, warm-up {optim.warmup_steps}; AdamW ({optim.beta1:g}, "
-        f"{optim.beta2:g}), weight decay {optim.weight_decay:g}, clip {optim.clip_grad:g}"
+        f"lr {optim.lr:g} -> {optim.min_lr:g}{router}, {optim.decay}, warm-up {optim.warmup_steps} "
+        f"{optim.schedule_unit}; AdamW ({optim.beta1:g}, {optim.beta2:g}), weight decay {optim.weight_decay:g}, "
+        f"clip {optim.clip_grad:g}"
     )

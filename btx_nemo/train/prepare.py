@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
+from btx_nemo.config.build import build
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
 from btx_nemo.config.schema import KERNELS, NO_EFFECT, TrainConfig
@@ -162,6 +164,8 @@ def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
         before = None
     if not isinstance(before, dict):
         raise UserError(f"{resolved}: damaged; choose another out, or put back the file that the run was started with")
+    with contextlib.suppress(UserError):  # settings that are newer than the run had their defaults
+        before = dataclasses.asdict(build(TrainConfig, before, where=str(resolved)))
     # The balance loss is a micro-batch's own, so a mixture with one depends on its size.
     may_change = MAY_CHANGE if balanced else (*MAY_CHANGE, "micro_batch_size")
     now = dataclasses.asdict(config)

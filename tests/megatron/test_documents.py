@@ -55,15 +55,15 @@ def alone(folder: Path, data: Path, scratch: Path) -> tuple[float, dict[str, tor
 
 MIXTURE = {"num_local_experts": 4}
 CASES = [
-    pytest.param("llama-yarn", {}, {}, 1, id="llama"),
+    pytest.param("llama-yarn", {}, {}, 1, id="llama", marks=pytest.mark.slow),
     pytest.param("llama-yarn", {"pp": 2}, {}, 2, id="llama-pp2"),
     pytest.param("qwen2-window", {}, {"recompute": "full"}, 1, id="windows-recomputed"),
-    pytest.param("olmo3-yarn", {"tp": 2}, {}, 2, id="windows-tp2"),
-    pytest.param("mixtral", {}, {"recompute": "full"}, 1, id="mixture-recomputed"),
+    pytest.param("olmo3-yarn", {"tp": 2}, {}, 2, id="windows-tp2", marks=pytest.mark.slow),
+    pytest.param("mixtral", {}, {"recompute": "full"}, 1, id="mixture-recomputed", marks=pytest.mark.slow),
     pytest.param("mixtral", {"tp": 2, "pp": 2, "ep": 2}, {}, 4, id="mixture-tp2-pp2-ep2"),
-    pytest.param("mixtral-window", {"ep": 2}, {}, 2, id="mixture-windows-dp2"),
+    pytest.param("mixtral-window", {"ep": 2}, {}, 2, id="mixture-windows-dp2", marks=pytest.mark.slow),
     pytest.param("mixtral-window", {"cp": 2, "ep": 2}, {}, 2, id="mixture-windows-cp2"),
-    pytest.param("llama-yarn", {"pp": 2, "vpp": 2}, {}, 2, id="llama-vpp2"),
+    pytest.param("llama-yarn", {"pp": 2, "vpp": 2}, {}, 2, id="llama-vpp2", marks=pytest.mark.slow),
 ]
 
 

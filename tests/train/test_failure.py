@@ -30,9 +30,11 @@ def cause(out: Path) -> dict:
     return json.loads((out / "failure.json").read_text())
 
 
-def test_a_killed_rank_is_told_by_another(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+def test_a_killed_rank_is_told_by_another(
+    world: TinyWorld, commands: CommandServer, whole_pair: Path, tmp_path: Path
+) -> None:
     """It dies where the other waits for it in a collective; the run resumes to the same bits."""
-    out, whole = tmp_path / "run", tmp_path / "whole"
+    out = tmp_path / "run"
     first, second = start(world, commands, out, "at")
     assert (first.code, second.code) == (1, -signal.SIGKILL)
     (line,) = lines([first, second])
@@ -40,10 +42,9 @@ def test_a_killed_rank_is_told_by_another(world: TinyWorld, commands: CommandSer
     assert "Traceback" not in first.err and "Traceback" in (out / "failure-rank-0.txt").read_text()
     assert cause(out)["rank"] == 0
     assert saved_step(out) == 4
-    for target in (out, whole):
-        for ended in commands.run_ranks(2, *world.arguments("tiny_mix", target, layout__ep=2)):
-            assert ended.code == 0, ended.err
-    assert weights(out) == weights(whole)
+    for ended in commands.run_ranks(2, *world.arguments("tiny_mix", out, layout__ep=2)):
+        assert ended.code == 0, ended.err
+    assert weights(out) == weights(whole_pair)
     assert not list(out.glob("failure*"))
 
 

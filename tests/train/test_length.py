@@ -155,7 +155,7 @@ def chat_rows(chats: Path, domain: str) -> set[tuple[Any, ...]]:
     return {tuple(row.tolist()) for row in packed_batch(chats, domain, 32)["tokens"]}
 
 
-def test_text_and_chats_are_not_weighed_against_each_other(world: TinyWorld, chats: Path, tmp_path: Path) -> None:
+def test_text_and_chats_come_together_in_whole_passes_alone(world: TinyWorld, chats: Path, tmp_path: Path) -> None:
     import shutil
 
     both = tmp_path / "data"
@@ -165,6 +165,12 @@ def test_text_and_chats_are_not_weighed_against_each_other(world: TinyWorld, cha
     meta.write_text(meta.read_text().replace('"domain": "math"', '"domain": "text"'))
     with pytest.raises(UserError, match="text and chats cannot be weighed against each other"):
         build_datasets(both, {"math": 1, "text": 1}, seq_length=32, train_samples=4, cache_dir=tmp_path / "c")
+    train, _ = build_datasets(
+        both, {"math": 1, "text": 1}, seq_length=32, train_samples=40, cache_dir=tmp_path / "c", whole_passes=True
+    )
+    batch = next(batches(train, consumed_samples=0, micro_batch_size=40, dp_rank=0, dp_size=1, global_batch_size=40))
+    text = batch["dataset_id"] == 1
+    assert text.any() and not text.all() and not batch["padding"][text].any() and batch["padding"][~text].any()
 
 
 def test_document_masks_of_text_start_positions_again(world: TinyWorld, tmp_path: Path) -> None:

@@ -253,3 +253,17 @@ def test_a_rank_that_is_wrong_alone_says_so(world: TinyWorld, commands: CommandS
     assert ended.code == 2
     assert ended.err.count("\n") == 1
     assert ended.err.endswith("(rank 1)\n")
+
+
+def test_a_setting_that_is_newer_than_a_run_had_its_default(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path
+) -> None:
+    arguments = world.arguments("tiny_expert", tmp_path / "run", steps=0, optim__warmup_steps=0, export="false")
+    assert commands.run(*arguments).code == 0
+    resolved = tmp_path / "run" / "resolved.yaml"
+    lines = resolved.read_text().splitlines(keepends=True)
+    resolved.write_text("".join(line for line in lines if "  eps:" not in line and "document_mask:" not in line))
+    again = commands.run(*arguments)
+    assert again.code == 0, again.err
+    other = commands.run(*arguments, "optim.eps=1e-6")
+    assert other.code == 2 and "was started with optim.eps=1e-08, now optim.eps=1e-06" in other.err

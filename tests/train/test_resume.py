@@ -32,14 +32,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The uninterrupted run of twelve steps; read only."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    ok(commands.run(*world.arguments("tiny_expert", out)))
-    return out
-
-
-@pytest.fixture(scope="module")
 def whole_mixture(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of a mixture, on one rank; read only."""
     out = tmp_path_factory.mktemp("whole-mixture") / "run"
@@ -135,7 +127,7 @@ def test_an_abandoned_future_does_not_push_out_the_present(
     assert_same_run(out, whole)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_full_disk_is_one_line_and_leaves_the_checkpoint_before(
     world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path, asynchronous: bool
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from btx_testing import train_jobs
-from btx_testing.models import FAMILIES, MIXTURES, make_llama, make_model
+from btx_testing.models import make_llama, make_model
 from btx_testing.pool import RankPool
 from btx_testing.runs import SIZES, TinyWorld
 from btx_testing.vectors import golden
@@ -24,7 +24,15 @@ from btx_nemo.train.names import frozen_names, grouped, parameter_sizes
 from btx_nemo.train.source import open_source
 from btx_nemo.train.stages import check_stage
 
-GIVEN = ["domain=math", "optim.lr=1", "optim.min_lr=1", "optim.warmup_steps=0", "global_batch_size=1", "out=o"]
+GIVEN = [
+    "domain=math",
+    "optim.lr=1",
+    "optim.min_lr=1",
+    "optim.warmup_steps=0",
+    "optim.weight_decay=0",
+    "global_batch_size=1",
+    "out=o",
+]
 
 
 def config(name: str, *overrides: str) -> TrainConfig:
@@ -134,7 +142,7 @@ def test_a_stage_says_which_models_it_trains(tmp_path: Path) -> None:
         check_stage(config("sft"), model)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *MIXTURES])
+@pytest.mark.parametrize("name", ["llama-bias", "qwen2-window", "olmo3", "qwen2_moe-shared", "qwen3_moe", "flex_olmo"])
 def test_names_and_sizes_are_those_of_the_model_that_is_built(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = make_model(tmp_path / "hf", name)
     (built,) = ranks.run(train_jobs.parameter_counts, str(folder), ranks=1)

@@ -77,10 +77,9 @@ def test_a_skipped_step_is_told_and_the_run_goes_on(world: TinyWorld, commands: 
     assert skipped(out) == skipped(whole)
 
 
-def test_too_many_in_a_row_end_the_run(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
+def test_too_many_in_a_row_end_the_run(world: TinyWorld, commands: CommandServer, whole: Path, tmp_path: Path) -> None:
     """Code 1, one line, the batches in a file, the last checkpoint as it was; where it was chance, it goes on."""
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    ok(commands.run(*world.arguments("tiny_expert", whole)))
+    out = tmp_path / "run"
     arguments = world.arguments("tiny_expert", out, robust__max_skipped=2)
     ended = commands.run(*arguments, before=f"{POISON}5,6,7")
     assert ended.code == 1

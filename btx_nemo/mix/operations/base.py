@@ -23,7 +23,8 @@ class Options:
     """Where a BAR mixture keeps its experts' shared tensors."""
 
     aside: str | None = None
-    """Folder `shared_per_expert` of the mixture (that of `in` by default); its averages are then made again."""
+    """Folder `shared_per_expert` of the mixture (by default that of `in`, or of what the run `in` began as); its
+    averages are then made again."""
 
 
 def moe_of(given: Ingredients) -> MoEConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_RATES = ["optim.lr=1", "optim.min_lr=1", "optim.warmup_steps=0"]
+_RATES = ["optim.lr=1", "optim.min_lr=1", "optim.warmup_steps=0", "optim.weight_decay=0"]
 TRAINING = {
     **{name: ["domain=math"] for name in ("expert", "tiny_expert", "divmoe_stage1", "nexus_expert")},
     **{name: ["domain=math"] for name in ("tiny_bar_midtrain", "tiny_bar_sft")},
