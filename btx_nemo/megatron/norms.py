@@ -63,7 +63,8 @@ class QueryNorm(torch.nn.Module):
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         first = mpu.get_tensor_model_parallel_rank() * x32.shape[-1]
         weight = self.weight[first : first + x32.shape[-1]]
-        return (weight * _normalised(x32, squares / self.width, self.epsilon).to(x.dtype)).view_as(x)
+        # OLMo rounds once, after the weight, where Llama rounds before it.
+        return (weight * _normalised(x32, squares / self.width, self.epsilon)).to(x.dtype).view_as(x)
 
 
 class KeyNorm(QueryNorm):
@@ -95,7 +96,7 @@ class PostNormAdd(torch.nn.Module):
             # Megatron calls this with gradients on, whatever they were around the layer.
             with torch.set_grad_enabled(training or x.requires_grad or residual.requires_grad):
                 x32 = (x if bias is None else x + bias).float()
-                normed = _normalised(x32, x32.square().mean(-1, keepdim=True), self.epsilon).to(x.dtype)
-                return residual + self.weight * normed
+                normed = self.weight * _normalised(x32, x32.square().mean(-1, keepdim=True), self.epsilon)
+                return residual + normed.to(x.dtype)  # rounded once, after the weight, as OLMo does
 
         return add
