@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
 from btx_nemo.launch.local import stop_executor
-from btx_nemo.processes import started
 
 
 def cancel(runs: Path, stages: Sequence[str]) -> None:
@@ -31,9 +31,10 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
     # Last ones first: one that goes on without its experts must not start when they are cancelled.
     for name in reversed(chosen):
         one = submitted[name]
-        if one.pid and started(one.pid) == one.started:
+        if one.alive:
             if not executor:  # which passes it on
-                os.kill(one.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it ended this moment
+                    os.kill(one.pid, signal.SIGTERM)
             print(f"{name}: asked to save and end")
         elif one.job in live and not live[one.job].ended:
             slurm.scancel([one.job])
@@ -47,8 +48,10 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
 
 def _with_dependents(submitted: Mapping[str, state.Submitted], stages: Sequence[str]) -> list[str]:
     """The stages that have a job, and those whose job waits for theirs; in the pipeline's order."""
-    chosen: list[str] = []
-    for name, one in submitted.items():
-        if name in stages or {*one.after} & {submitted[other].job for other in chosen}:
-            chosen.append(name)
-    return chosen
+    chosen: set[str] = set()
+    grown = {name for name in submitted if name in stages}
+    while grown:
+        chosen |= grown
+        jobs = {submitted[name].job for name in chosen}
+        grown = {name for name, one in submitted.items() if {*one.after} & jobs} - chosen
+    return [name for name in submitted if name in chosen]
