@@ -104,3 +104,33 @@ def planned_save(state: dict[str, Any], folder: str, metadata: dict[str, Any], r
         return dist_checkpointing.save(state, folder, async_sharded_save=True, content_metadata=metadata, **how)
     finally:
         filesystem_async._results_queue = before
+
+
+def finish_save(request: Any) -> None:
+    """What Megatron does once a planned save is written everywhere. Collective, whatever happens to files.
+
+    The first rank alone writes files here, between collectives: its error is kept until it has been through them all,
+    or it would leave the other ranks in one that never comes.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    errors: list[Exception] = []
+
+    def kept(write: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except Exception as error:
+                errors.append(error)
+
+        return call
+
+    with (
+        mock.patch.object(serialization, "save_config", kept(serialization.save_config)),
+        mock.patch.object(FileSystemWriterAsync, "finish", kept(FileSystemWriterAsync.finish)),
+    ):
+        for step in request.finalize_fns:
+            step()
+    for error in errors:
+        raise error

@@ -63,7 +63,31 @@ def freeze(model: torch.nn.Module, patterns: Sequence[str], *, but: Sequence[str
         raise UserError(f"freeze: {list(patterns)} leaves nothing to train; drop a pattern")
     for name in frozen:
         names[name].requires_grad_(False)
+    _same_graph_on_all_ranks(model)
     return frozen
+
+
+def _same_graph_on_all_ranks(model: torch.nn.Module) -> None:
+    """Gives a layer that only some of its ranks train, having the experts that train, a gradient on all. Collective.
+
+    A rank without would have no backward pass where the others wait for it, in the exchange of tokens.
+    """
+    layers: dict[int, Any] = {layer.layer_number: layer for chunk in chunks(model) for layer in chunk.decoder.layers}
+    has_trains = torch.zeros(2, chunks(model)[0].config.num_layers + 1, dtype=torch.int64, device=device())
+    for number, layer in layers.items():
+        has_trains[:, number] = torch.tensor([1, any(p.requires_grad for p in layer.parameters())])
+    dist.all_reduce(has_trains)
+    has, trains = has_trains.tolist()
+    for number, layer in layers.items():
+        if 0 < trains[number] < has[number]:
+            layer.mlp.register_forward_pre_hook(_with_gradient)
+
+
+def _with_gradient(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden, *rest = arguments
+    if not torch.is_grad_enabled() or hidden.requires_grad:
+        return arguments
+    return (hidden.detach().requires_grad_(), *rest)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
