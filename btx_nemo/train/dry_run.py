@@ -43,7 +43,7 @@ def _stage(config: TrainConfig, prepared: Prepared) -> str:
 
 
 def _parameters(config: TrainConfig, prepared: Prepared) -> dict[str, list[str]]:
-    sizes = parameter_sizes(prepared.source)
+    sizes = parameter_sizes(prepared.source.model)
     rows = grouped(sizes, frozen_names(list(sizes), config))
     total = sum(sizes.values())
     sections = {}

@@ -9,9 +9,9 @@ from math import prod
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
-from btx_nemo.plan.expr import infer
-from btx_nemo.plan.layout import TensorInfo
-from btx_nemo.train.source import ModelSource
+from btx_nemo.families.base import get_family
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.table import fill
 
 _LOCAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -23,20 +23,20 @@ _BUFFERS = (".router.domain_embeddings",)
 """What a checkpoint holds besides parameters."""
 
 
-def parameter_sizes(source: ModelSource) -> dict[str, int]:
+def parameter_sizes(model: ModelConfig) -> dict[str, int]:
     """Name, as `freeze.global_names` has it, -> elements. The padding of the vocabulary is not counted."""
-    layouts = {name: reader.layout() for name, reader in source.readers.items()}
     sizes: dict[str, int] = {}
-    for key, expression in source.expressions.items():
+    for key, parts, _ in fill(get_family(model.family).table, model):
         if key.endswith(_BUFFERS):
             continue
-        shape = infer(expression, layouts, TensorInfo((), "float32")).shape
-        name = _name(key)
+        name, size = _name(key), sum(prod(shape) for _, shape in parts)
         if ".experts.experts." not in name:
-            sizes[name] = prod(shape)
+            sizes[name] = size
             continue
-        for expert in range(shape[0]):
-            sizes[name.replace(".experts.experts.", f".experts.local_experts.{expert}.")] = prod(shape[1:])
+        assert model.moe is not None
+        for expert in range(model.moe.num_experts):
+            named = name.replace(".experts.experts.", f".experts.local_experts.{expert}.")
+            sizes[named] = size // model.moe.num_experts
     return sizes
 
 

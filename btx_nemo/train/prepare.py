@@ -84,7 +84,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_log(config)
     source = _source(config)
     check_stage(config, source.model)
-    check_trained(config, list(parameter_sizes(source)))
+    check_trained(config, list(parameter_sizes(source.model)))
     check_dropout(config.dropout, source.model, config.layout)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)

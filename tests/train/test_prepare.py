@@ -164,7 +164,12 @@ CASES = [
     ("tiny_expert", ["out={tmp}/file"], "out={tmp}/file: exists and is no run directory"),
     # what trains
     ("tiny_router", ["train=[]"], "embedding.word_embeddings.weight: would train, but stage=router trains routers"),
-    ("tiny_sft", ["init_from={dense}"], "stage=sft: trains on chats, but all in data.path={data} is text; give stage="),
+    ("tiny_expert", ["stage=sft"], "stage=sft: trains on chats, but all in data.path={data} is text; give stage="),
+    (
+        "tiny_mix",
+        ["init_from=null", FRESH % f"vocab_size:288,{MOE % (2, 'top_k')}", "train=[*.local_experts.4.*]"],
+        "train: '*.local_experts.4.*' matches no parameter",
+    ),
     ("tiny_expert", ["freeze=[no.such]"], "freeze: 'no.such' matches no parameter; names look like"),
     ("tiny_expert", ['freeze=["*"]'], "leaves nothing to train"),
 ]

@@ -67,7 +67,7 @@ TABLE |= {f"tiny_{name}": row for name, row in TABLE.items()} | {"flexolmo_exper
 def test_what_trains_is_bars_table(pair: Path, name: str) -> None:
     expected = golden("bar.freeze_table")["expected"][TABLE[name]]
     settings = config(name)
-    sizes = parameter_sizes(open_source(pair))
+    sizes = parameter_sizes(open_source(pair).model)
     frozen = frozen_names(list(sizes), settings)
     for part, belongs in PARTS.items():
         states = {member not in frozen for member in sizes if belongs(member)}
@@ -143,7 +143,7 @@ def test_what_a_paper_does_not_give_is_asked_for(name: str) -> None:
 )
 def test_a_stage_of_bar_does_not_touch_the_anchor(pair: Path, overrides: list[str], message: str) -> None:
     source = open_source(pair)
-    names = list(parameter_sizes(source))
+    names = list(parameter_sizes(source.model))
 
     def check(*overrides: str) -> None:
         check_stage(config("bar_midtrain", *overrides), source.model)
@@ -170,17 +170,17 @@ def test_a_stage_says_which_models_it_trains(tmp_path: Path) -> None:
 def test_names_and_sizes_are_those_of_the_model_that_is_built(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = make_model(tmp_path / "hf", name)
     (built,) = ranks.run(train_jobs.parameter_counts, str(folder), ranks=1)
-    assert parameter_sizes(open_source(folder)) == built
+    assert parameter_sizes(open_source(folder).model) == built
 
 
 def test_a_routers_own_parameters_have_names_too(ranks: RankPool, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", "mixtral")
-    names = parameter_sizes(open_source(folder, MoEOverride(router="noisy_top_k")))
+    names = parameter_sizes(open_source(folder, MoEOverride(router="noisy_top_k")).model)
     assert {name.split(".router.")[1] for name in names if ".router." in name} == {"weight", "noise_weight"}
 
 
 def test_what_is_alike_is_one_line(tmp_path: Path) -> None:
-    sizes = parameter_sizes(open_source(make_model(tmp_path / "hf", "mixtral")))
+    sizes = parameter_sizes(open_source(make_model(tmp_path / "hf", "mixtral")).model)
     rows: list[tuple[Any, ...]] = grouped(sizes, {name for name in sizes if ".local_experts.2." in name})
     assert sum(row[2] for row in rows) == sum(sizes.values())
     experts = {row[0].split(".experts.")[1]: row[1:] for row in rows if ".mlp.experts." in row[0]}
