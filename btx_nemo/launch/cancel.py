@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from btx_nemo.errors import UserError
-from btx_nemo.launch import slurm, state
+from btx_nemo.launch import found, slurm, state
 from btx_nemo.launch.local import stop_executor
 
 
@@ -22,10 +22,14 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
     for name in stages:
         if name not in known:
             raise UserError(f"cancel: {name}: no such stage; known: {', '.join(known)}")
-    submitted = {name: one for name in known if (one := state.submitted(runs, name)) is not None}
+    records = {name: state.submitted(runs, name) for name in known}
+    there = slurm.has_slurm()
+    if there:
+        records, _ = found.jobs_of(runs, records, {})  # those too that nobody wrote down
+    submitted = {name: one for name, one in records.items() if one is not None}
     chosen = _with_dependents(submitted, stages or known)
     ids = {submitted[name].job for name in chosen if not submitted[name].pid}
-    live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
+    live = slurm.jobs(ids) if ids and there else {}
     # Without it the next stages of a local pipeline would start.
     stopped = executor = not stages and stop_executor(runs)
     # Last ones first: one that goes on without its experts must not start when they are cancelled.

@@ -58,6 +58,7 @@ def pipeline(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "9": slurm.Live("CANCELLED", "", "1:00", "Dependency"),
     }
     monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "named", lambda names: [])
     monkeypatch.setattr(slurm, "jobs", lambda ids: {job: live[job] for job in ids if job in live})
     return runs
 
