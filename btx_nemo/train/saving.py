@@ -26,7 +26,7 @@ from btx_nemo.config.schema import CheckpointConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import save_model_config
-from btx_nemo.megatron.compat import planned_save
+from btx_nemo.megatron.compat import finish_save, planned_save
 from btx_nemo.megatron.load import METADATA
 from btx_nemo.train.checkpoint import LATEST, on_first_rank, state_of
 from btx_nemo.train.step import Trainee
@@ -68,7 +68,7 @@ class Saver:
         optimizer = self.config.optimizer or not last
         partial = on_first_rank(lambda: self._make_room(progress["step"]))
         state = state_of(trainee, progress, optimizer=optimizer, loading=False)
-        with _full_disk_named(partial):
+        with _full_disk_named(partial, all_ranks=True):
             request = planned_save(state, str(partial), dict(METADATA), Handed())
             arguments = list(request.async_fn_args)
             if request.preload_fn is not None:
@@ -94,10 +94,9 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        digests = pending.writer.wait()
         with _full_disk_named(pending.partial, all_ranks=True):
-            for step in pending.request.finalize_fns:
-                step()
+            digests = pending.writer.wait()
+            finish_save(pending.request)
         of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, digests)
         known = {name: digest for part in of_ranks for name, digest in part.items()}
@@ -155,24 +154,32 @@ def _prune(newest: Path, keep: int) -> None:
 def _full_disk_named(folder: Path, *, all_ranks: bool = False) -> Iterator[None]:
     """Turns "no space left", however Megatron wraps it, into one line; what was written of the checkpoint goes.
 
-    With `all_ranks` an error is one that all ranks have, and the first rank, which alone knows its cause, judges it.
+    With `all_ranks` it is collective: an error of any rank is one of all, and the first rank judges it.
     """
+    cause: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        text = "".join(traceback.format_exception(error))
+        cause = error
+    texts = ["".join(traceback.format_exception(cause)) if cause else ""]
+    if all_ranks:
+        mine, texts = texts[0], [""] * dist.get_world_size()
+        dist.all_gather_object(texts, mine)
+    texts = [text for text in texts if text]
+    if not texts:
+        return
 
-        def judge() -> bool:
-            # 0.19 keeps the reason to itself; so look at the disk as well, before what was written goes.
-            full = any(sign in text for sign in FULL) or shutil.disk_usage(folder.parent).free <= LITTLE
-            if full:
-                shutil.rmtree(folder, ignore_errors=True)
-            return full
+    def judge() -> bool:
+        # 0.19 keeps the reason to itself; so look at the disk as well, before what was written goes.
+        full = any(sign in text for sign in FULL for text in texts) or shutil.disk_usage(folder.parent).free <= LITTLE
+        if full:
+            shutil.rmtree(folder, ignore_errors=True)
+        return full
 
-        if not (on_first_rank(judge) if all_ranks else judge()):
-            reason = text.strip().splitlines()[-1]
-            raise RuntimeError(f"{folder.parent}: a checkpoint could not be written: {reason}") from error
-        raise UserError(
-            f"{folder.parent}: the disk or a quota is full, a checkpoint could not be saved; the previous one is as it "
-            "was; free space and run the same command again"
-        ) from error
+    if not (on_first_rank(judge) if all_ranks else judge()):
+        reason = texts[0].strip().splitlines()[-1]
+        raise RuntimeError(f"{folder.parent}: a checkpoint could not be written: {reason}") from cause
+    raise UserError(
+        f"{folder.parent}: the disk or a quota is full, a checkpoint could not be saved; the previous one is as it "
+        "was; free space and run the same command again"
+    ) from cause
