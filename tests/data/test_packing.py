@@ -104,6 +104,14 @@ def test_a_blend_takes_items_by_weight_and_no_more_than_it_says() -> None:
     ]
     items = [blend[i]["id"] for i in range(50)]
     assert all("abc".index(blend[i]["id"][0]) == blend[i]["dataset_id"] == blend.origin(i)[0] for i in range(50))
+
+
+def test_one_dataset_needs_no_label() -> None:
+    """Neither in passes nor in a blend: a run of one domain has no table of losses by domain."""
+    passes = Passes([[{"id": 0}, {"id": 1}]], 2, seed=(1,))
+    blend = Blend([1.0], 4)
+    blend.datasets = [passes]
+    assert [set(item) for item in (passes[0], blend[0])] == [{"id"}] * 2
     assert len(set(items)) == 50
     for end in range(5, 50):
         assert abs(sum(item[0] == "a" for item in items[:end]) - 0.7 * end) <= 1
