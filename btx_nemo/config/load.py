@@ -124,6 +124,6 @@ def read_resolved(path: Path) -> dict[str, Any] | None:
 
     try:
         values = yaml.safe_load(read_regular(path, 1 << 20))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         return None
     return values if isinstance(values, dict) else None

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from btx_nemo.errors import UserError
-from btx_nemo.launch import slurm, state
+from btx_nemo.launch import found, slurm, state
 from btx_nemo.launch.local import stop_executor
-from btx_nemo.processes import started
 
 
 def cancel(runs: Path, stages: Sequence[str]) -> None:
@@ -22,18 +22,23 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
     for name in stages:
         if name not in known:
             raise UserError(f"cancel: {name}: no such stage; known: {', '.join(known)}")
-    submitted = {name: one for name in known if (one := state.submitted(runs, name)) is not None}
+    records = {name: state.submitted(runs, name) for name in known}
+    there = slurm.has_slurm()
+    if there:
+        records, _ = found.jobs_of(runs, records, {})  # those too that nobody wrote down
+    submitted = {name: one for name, one in records.items() if one is not None}
     chosen = _with_dependents(submitted, stages or known)
     ids = {submitted[name].job for name in chosen if not submitted[name].pid}
-    live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
+    live = slurm.jobs(ids) if ids and there else {}
     # Without it the next stages of a local pipeline would start.
     stopped = executor = not stages and stop_executor(runs)
     # Last ones first: one that goes on without its experts must not start when they are cancelled.
     for name in reversed(chosen):
         one = submitted[name]
-        if one.pid and started(one.pid) == one.started:
+        if one.alive:
             if not executor:  # which passes it on
-                os.kill(one.pid, signal.SIGTERM)
+                with contextlib.suppress(ProcessLookupError):  # it ended this moment
+                    os.kill(one.pid, signal.SIGTERM)
             print(f"{name}: asked to save and end")
         elif one.job in live and not live[one.job].ended:
             slurm.scancel([one.job])
@@ -47,8 +52,10 @@ def cancel(runs: Path, stages: Sequence[str]) -> None:
 
 def _with_dependents(submitted: Mapping[str, state.Submitted], stages: Sequence[str]) -> list[str]:
     """The stages that have a job, and those whose job waits for theirs; in the pipeline's order."""
-    chosen: list[str] = []
-    for name, one in submitted.items():
-        if name in stages or {*one.after} & {submitted[other].job for other in chosen}:
-            chosen.append(name)
-    return chosen
+    chosen: set[str] = set()
+    grown = {name for name in submitted if name in stages}
+    while grown:
+        chosen |= grown
+        jobs = {submitted[name].job for name in chosen}
+        grown = {name for name, one in submitted.items() if {*one.after} & jobs} - chosen
+    return [name for name in submitted if name in chosen]

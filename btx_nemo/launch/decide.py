@@ -9,9 +9,8 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
-from btx_nemo.launch.identity import Made, made_of, record, refusal
+from btx_nemo.launch.identity import Made, check_there, made_of, record, refusal
 from btx_nemo.launch.state import Submitted, events
-from btx_nemo.processes import started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +40,36 @@ def decide(
 
     `live` has the states of the jobs in Slurm that have not ended, by their ids, `environment` what jobs are told.
 
-    Raises UserError for a stage to be made again that is unknown or running, for an output that was made with
-    other settings, and for a running job that a change would make useless: other settings, or another input.
+    Raises UserError for a stage to be made again that is running, for an output that was made with other settings or
+    of something that is missing now, and for a running job that a change would make useless: other settings, or another
+    input.
     """
-    names = [job.name for job in jobs]
-    for name in redo:
-        if name not in names:
-            raise UserError(f"--redo {name}: no such stage; known: {', '.join(names)}")
     todos: dict[str, Todo] = {}
     for job in jobs:
         before = submitted.get(job.name)
         state, words = _state(before, live), line(job, environment)
         todos[job.name] = _decide(job, runs, before, state, words, todos, again=job.name in redo)
     return list(todos.values())
+
+
+def redone(jobs: Sequence[Job], runs: Path, redo: Collection[str]) -> list[str]:
+    """Stages to be made again for `redo`, in the graph's order: these, and those after them that would not notice.
+
+    A stage that has recorded what it was made of notices by itself, and stays where the same comes out again. Raises
+    UserError for an unknown stage.
+    """
+    known = [job.name for job in jobs]
+    for name in redo:
+        if name not in known:
+            raise UserError(f"--redo {name}: no such stage; known: {', '.join(known)}")
+    names: dict[str, Job] = {}
+    for job in jobs:
+        before = [names[name] for name in job.after if name in names]
+        seen = job.inputs.values() if made_of(runs, job.name) else ()
+        blind = [one for one in before if not any(folder.is_relative_to(one.out) for folder in seen)]
+        if job.name in redo or blind:
+            names[job.name] = job
+    return list(names)
 
 
 def line(job: Job, environment: Mapping[str, str]) -> list[str]:
@@ -66,7 +82,7 @@ def _state(record: Submitted | None, live: Mapping[str, str]) -> str:
     if record is None:
         return ""
     if record.pid:
-        return "RUNNING" if started(record.pid) == record.started else ""
+        return "RUNNING" if record.alive else ""
     return live.get(record.job, "")
 
 
@@ -81,7 +97,7 @@ def _decide(
     again: bool,
 ) -> Todo:
     before = [todos[name] for name in job.after if todos[name].action != "done"]
-    why = "to be made again" if again else _why(job, runs, record)
+    why = "to be made again" if again else _why(job, runs, record, before)
     if not why and not before:
         return Todo(job=job, action="done", why="", line=words)
     why = why or f"follows {before[0].job.name}"
@@ -121,16 +137,23 @@ def _age(job: Job, runs: Path) -> float:
 
 def _stale(job: Job, runs: Path) -> list[str]:
     then = made_of(runs, job.name)
-    return then.changed_inputs(Made.now(job.inputs, job.args)) if then is not None and os.path.lexists(job.out) else []
+    if then is None or not os.path.lexists(job.out):
+        return []
+    return then.changed_inputs(Made.now(job.name, job.inputs, job.args))
 
 
-def _why(job: Job, runs: Path, record: Submitted | None) -> str:
-    """Why a stage has to be made, whatever the others do; empty for one that is as it should be."""
+def _why(job: Job, runs: Path, record: Submitted | None, before: Sequence[Todo]) -> str:
+    """Why a stage has to be made, whatever the others do; empty for one that is as it should be.
+
+    What those `before` it are going to make need not be there.
+    """
     if not job.out.exists() and not job.done.exists():
         return "new" if record is None else f"its last job, {record.job}, left no result"
     then = made_of(runs, job.name)
     if then is not None and os.path.lexists(job.out):
-        now = Made.now(job.inputs, job.args)
+        now = Made.now(job.name, job.inputs, job.args)
+        made = [name for name, path in job.inputs.items() if any(path.is_relative_to(todo.job.out) for todo in before)]
+        check_there(runs, job.name, [name for name in then.missing(now) if name not in made], job.inputs)
         stale, changed = then.changed_inputs(now), then.changed_settings(now)
         if stale and job.done.exists():
             return f"stale: another {', '.join(stale)}"

@@ -54,7 +54,7 @@ def jobs_of(
         if one is not None and one.job in live:
             raise UserError(
                 f"jobs {one.job} and {job.job} both make {stage} in {runs}; "
-                f"cancel one, e.g. scancel {job.job}, and submit again"
+                f"cancel one, e.g. scancel {job.job}, and try again"
             )
         line = list(lines.get(stage, ()))
         same = bool(line) and job.comment == comment(line)

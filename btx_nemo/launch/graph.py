@@ -136,7 +136,8 @@ def _experts(config: PipelineConfig, at: Places) -> Iterator[Job]:
 def _expert(words: str, stage: StageConfig, at: Places, start: Path, after: tuple[str, ...]) -> Job:
     if start != at.seed and "init_from" not in stage.set:
         stage = dataclasses.replace(stage, set={**stage.set, "init_from": str(start)})
-    inputs = {"from": Path(str(stage.set.get("init_from", start)))}
+    given = stage.set.get("init_from", start)
+    inputs = {"from": Path("null" if given is None else str(given))}
     return _training(f"expert-{words}", "train_expert.sh", (words,), stage, at, inputs=inputs, after=after)
 
 

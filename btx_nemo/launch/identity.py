@@ -3,18 +3,19 @@
     runs/state/<stage>.made.json
 
 By content, not by date: an expert that was copied is the same expert, and one that was trained again is another,
-unless it came out with the same bits.
+unless it came out with the same bits. One that is not there is no other: a mount may be gone, a name mistyped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -23,6 +24,7 @@ from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST
 from btx_nemo.config.schema import NO_EFFECT
 from btx_nemo.errors import UserError
+from btx_nemo.launch.composed import composed, override
 
 BLOCK, BLOCKS = 1 << 16, 1 << 10
 """Bytes of a sample, and samples of a folder: 64 MiB are read at most, of a model of any size."""
@@ -30,25 +32,36 @@ INPUTS = ("init_from",)
 """Settings that name an input: its content counts."""
 
 
-def fingerprint(folder: Path) -> str | None:
+DOCUMENTS = re.compile(r"(readme|licen[sc]e|notice|use_policy|\.git|\.ds_store).*|.*\.(md|rst|pdf|png|jpe?g|svg)", re.I)
+"""Files that go along with a model and change nothing in it; whatever else is there counts."""
+
+
+def fingerprint(folder: Path, *, documents: bool = False) -> str | None:
     """A hash of a model's content, or None where there is no model: names and sizes of files, and samples of them.
 
     Of a run directory it is that of hf/ or else of the latest checkpoint. Samples are spread evenly over each file, and
-    small files are read whole. A change made by hand to a few bytes of a large file may go unseen.
+    small files are read whole. A change made by hand to a few bytes of a large file may go unseen. `documents`: with
+    readmes and the like, as records were before these were left out.
     """
     folder = _model(folder)
-    if not folder.is_dir():
+    files = [path for path in _files(folder) if documents or not DOCUMENTS.fullmatch(path.name)]
+    if not files or not all(path.exists() for path in files):  # nothing is mounted here, or not what links point to
         return None
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+        digest.update(f"{path.relative_to(folder)}\0{size}\0".encode(errors="surrogateescape"))
         with path.open("rb") as stream:
             for offset in _offsets(size, max(BLOCKS // len(files), 2)):
                 stream.seek(offset)
                 digest.update(stream.read(BLOCK))
     return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files of a model, and links that lead nowhere."""
+    found = folder.rglob("*") if folder.is_dir() else []
+    return sorted(path for path in found if path.name != MANIFEST and (path.is_file() or not path.exists()))
 
 
 def _model(folder: Path) -> Path:
@@ -72,23 +85,41 @@ class Made:
     """Name -> fingerprint."""
     settings: Mapping[str, str]
     """Arguments of the script that change the result."""
+    composed: Mapping[str, str] | None = None
+    """All settings that come of them and the configuration file; None where they are not known."""
+    whole: Mapping[str, str | None] = field(default_factory=dict)
+    """Fingerprints as older records have them."""
 
     @classmethod
-    def now(cls, inputs: Mapping[str, Path], arguments: Sequence[str]) -> Made:
+    def now(cls, stage: str, inputs: Mapping[str, Path], arguments: Sequence[str]) -> Made:
         """As things are."""
-        found = {name: "fresh" if str(folder) == "null" else fingerprint(folder) for name, folder in inputs.items()}
-        return cls(found, settings(arguments))
+        found, whole = (
+            {n: "fresh" if str(path) == "null" else fingerprint(path, documents=old) for n, path in inputs.items()}
+            for old in (False, True)
+        )
+        given = settings(arguments)
+        return cls(found, given, composed(stage, arguments, given), whole)
+
+    def missing(self, now: Made) -> list[str]:
+        """Inputs that are not there, and are known to have been, or are named for the first time."""
+        return [n for n, found in now.inputs.items() if found is None and self.inputs.get(n, "named") is not None]
 
     def changed_inputs(self, now: Made) -> list[str]:
-        """Inputs that came, went, or have another content."""
+        """Inputs that are named for the first time or no more, or have another content; not those that are missing."""
+        kept = [name for name in now.inputs if name in self.inputs and now.inputs[name] is not None]
+        differ = {name for name in kept if self.inputs[name] not in (now.inputs[name], now.whole.get(name))}
         names = [*now.inputs, *(name for name in self.inputs if name not in now.inputs)]
-        return [n for n in names if now.inputs.get(n) is None or self.inputs.get(n) != now.inputs.get(n)]
+        return [name for name in names if name in differ or (name in self.inputs) != (name in now.inputs)]
 
     def changed_settings(self, now: Made) -> list[str]:
         """Settings that differ, as "key=then, now this"; the order of the experts is one, which a mixture keeps."""
-        keys = sorted({*self.settings, *now.settings})
-        differ = [key for key in keys if self.settings.get(key) != now.settings.get(key)]
-        found = [f"{key}={self.settings.get(key, 'unset')}, now {now.settings.get(key, 'unset')}" for key in differ]
+        then, present = self.settings, now.settings
+        keys = {*then, *present}
+        if self.composed is not None and now.composed is not None:
+            then, present = self.composed, now.composed
+            keys = {*then} & {*present}  # a version that has a new setting did the same without it
+        differ = [key for key in sorted(keys) if then.get(key) != present.get(key)]
+        found = [f"{key}={then.get(key, 'unset')}, now {present.get(key, 'unset')}" for key in differ]
         orders = [[name for name in made.inputs if name.startswith("expert-")] for made in (self, now)]
         if orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1]):
             found.append(f"{', '.join(orders[0])}, now in the order {', '.join(orders[1])}")
@@ -109,14 +140,13 @@ def settings(arguments: Sequence[str]) -> dict[str, str]:
 
 def _plain(value: str) -> str:
     """One spelling for each value: 5e-5 is 5.0e-05, and quotes are no part of a text."""
-    try:
+    with contextlib.suppress(ValueError):
         number = float(value)
         return str(int(number)) if number.is_integer() else repr(number)
-    except ValueError:
-        try:
-            return json.dumps(yaml.safe_load(value), sort_keys=True)
-        except (yaml.YAMLError, TypeError):
-            return value
+    try:
+        return json.dumps(yaml.safe_load(value), sort_keys=True)
+    except (yaml.YAMLError, TypeError, ValueError, RecursionError):  # some dates, and a thousand brackets
+        return value
 
 
 def record(runs: Path, stage: str) -> Path:
@@ -129,32 +159,51 @@ def made_of(runs: Path, stage: str) -> Made | None:
     path = record(runs, stage)
     if not path.exists():
         return None
-    values: Any = read_json(path)
-    parts = [values.get(key) if isinstance(values, dict) else None for key in ("inputs", "settings")]
-    if not all(isinstance(part, dict) for part in parts):
-        raise UserError(f"{path}: damaged; remove it, and {stage} is taken as it is")
-    return Made(*parts)  # type: ignore[arg-type]
+    with contextlib.suppress(UserError, TypeError):
+        values = read_json(path)
+        parts = [values.get(key, {}) for key in ("inputs", "settings", "composed")]
+        if {"inputs", "settings"} <= values.keys() and all(isinstance(part, dict) for part in parts):
+            return Made(parts[0], parts[1], values.get("composed"))
+    raise UserError(f"{path}: damaged; remove it, and {stage} is taken as it is")
 
 
 def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], arguments: Sequence[str]) -> None:
     """Called by a script before it works on `out`: records what it makes it of.
 
-    An `out` that was made of other inputs is put aside first. Raises UserError for one made with other settings.
+    An `out` that was made of other inputs is put aside first. Raises UserError for one made with other settings, and
+    for one of whose inputs one is not there now.
     """
-    now, then = Made.now(inputs, arguments), made_of(runs, stage)
+    start = override("init_from", arguments)  # the scripts know less of quotes than Hydra
+    if start is not None and "from" in inputs:
+        inputs = {**inputs, "from": Path(start)}
+    now, then = Made.now(stage, inputs, arguments), made_of(runs, stage)
     there = os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir()))
+    values = {"inputs": now.inputs, "settings": now.settings}
+    if now.composed is not None:
+        values["composed"] = now.composed
     if then is not None and there:
-        changed = then.changed_settings(now)
-        stale = then.changed_inputs(now)
+        check_there(runs, stage, then.missing(now), inputs)
+        stale, changed = then.changed_inputs(now), then.changed_settings(now)
         if changed and not stale:
             raise UserError(refusal(stage, out, changed))
         if stale:
-            print(
-                f"{stage}: made of another {', '.join(stale)}; put aside as {put_aside(runs, stage, out)}", flush=True
-            )
+            aside = put_aside(runs, stage, out)
+            print(f"{stage}: made of another {', '.join(stale)}; put aside as {aside}", flush=True)
+        elif then.composed is not None:
+            values["composed"] = {**then.composed, **(now.composed or {})}
     elif there:
         return  # made without a script: taken as it is
-    write_file(record(runs, stage), json.dumps({"inputs": now.inputs, "settings": now.settings}, indent=2) + "\n")
+    write_file(record(runs, stage), json.dumps(values, indent=2) + "\n")
+
+
+def check_there(runs: Path, stage: str, missing: Sequence[str], inputs: Mapping[str, Path]) -> None:
+    """Raise UserError where an input of something made before is missing: that does not make it another's."""
+    if missing:
+        name = missing[0]
+        raise UserError(
+            f"{stage}: the input {name} is missing: {inputs[name]} has no model; bring it back or name the right one. "
+            f"(Without {record(runs, stage)} {stage} is taken as it is.)"
+        )
 
 
 def refusal(stage: str, out: Path, changed: Sequence[str]) -> str:
@@ -169,7 +218,11 @@ def put_aside(runs: Path, stage: str, out: Path) -> Path:
     """Moves an output into `runs`/stale, where nothing looks for it; returns where it is. Nothing is deleted."""
     place = free_place(runs, stage)
     place.parent.mkdir(exist_ok=True)
-    os.rename(out, place)
+    if out.is_symlink():  # a relative one leads elsewhere from there
+        os.symlink(out.parent.absolute() / os.readlink(out), place)
+        out.unlink()
+    else:
+        os.rename(out, place)
     record(runs, stage).unlink(missing_ok=True)
     return place
 

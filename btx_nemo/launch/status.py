@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live as Screen
 from rich.table import Table
@@ -19,12 +21,15 @@ from rich.text import Text
 from btx_nemo.config.load import read_resolved
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
-from btx_nemo.launch.logs import last_words, tail
-from btx_nemo.processes import started
+from btx_nemo.launch.logs import last_words, plain, tail
 
 COLUMNS = ("stage", "state", "job", "node", "step", "loss", "tokens/s", "restarts", "time left", "note")
+IMPORTANCE = ("stage", "state", "step", "time left", "loss", "job", "note", "restarts", "tokens/s", "node")
+"""Which columns a narrow terminal still shows, first to last."""
+NOTE = 20
+"""Columns that a note is given at least; it goes on in further lines."""
 COLORS = {"done": "green", "running": "cyan", "failed": "red", "lost": "red"}
-QUIET = ("done", "failed", "stopped", "lost", "cancelled", "waiting")
+QUIET = ("done", "failed", "stopped", "lost", "cancelled", "waiting", "unknown")
 """States in which nothing happens any more by itself."""
 
 
@@ -45,25 +50,48 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """In the order of COLUMNS."""
-        return (
+        cells = (
             *(self.stage, self.state, self.job, self.node, self.step),
             *(self.loss, self.speed, self.restarts, self.time_left, self.note),
         )
+        return tuple(map(plain, cells))
 
 
 def rows(runs: Path) -> list[Row]:
     """A row for every stage. Raises UserError where nothing was submitted, BtxError when Slurm does not answer."""
     stages = state.stages(runs)
     submitted = {name: state.submitted(runs, name) for name in stages}
-    ids = {one.job for one in submitted.values() if one and not one.pid}
+    stories = {name: _story(runs, name, one) for name, one in submitted.items()}
+    jobs = {_job(submitted[name], stories[name]) for name in stages}
+    ids = {job for job in jobs if state.ID.fullmatch(job)} - {"local"}
     live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
-    return [_row(runs, name, done, submitted[name], live) for name, done in stages.items()]
+    return [_row(runs, name, done, submitted[name], stories[name], live) for name, done in stages.items()]
 
 
-def _row(runs: Path, name: str, done: Path, submitted: state.Submitted | None, live: Mapping[str, slurm.Live]) -> Row:
+def _story(runs: Path, name: str, submitted: state.Submitted | None) -> list[state.Event]:
+    """The events of a stage's present job: the one that was submitted, or else the last that was started by hand."""
     story = state.events(runs, name)
-    job = live.get(submitted.job) if submitted else None
-    how = "done" if done.exists() else _state(submitted, job, story)
+    job = submitted.job if submitted else story[-1].job if story else ""
+    return [event for event in story if event.job == job]
+
+
+def _job(submitted: state.Submitted | None, story: Sequence[state.Event]) -> str:
+    return submitted.job if submitted else story[-1].job if story else ""
+
+
+def _row(
+    runs: Path,
+    name: str,
+    done: Path,
+    submitted: state.Submitted | None,
+    story: Sequence[state.Event],
+    live: Mapping[str, slurm.Live],
+) -> Row:
+    job = live.get(_job(submitted, story))
+    # A stage that is to be made again is not done, though what was made before is still there.
+    queued = job is not None and not job.ended and job.state != "COMPLETING"
+    busy = queued or (submitted is not None and submitted.alive)
+    how = "done" if done.exists() and not busy else _state(submitted, job, story)
     note = ""
     if how == "failed" and submitted:
         note = last_words(Path(submitted.log))
@@ -72,11 +100,11 @@ def _row(runs: Path, name: str, done: Path, submitted: state.Submitted | None, l
     return Row(
         stage=name,
         state=how,
-        job=submitted.job if submitted else story[-1].job if story else "",
+        job=_job(submitted, story),
         node=job.nodes if job and job.nodes else story[-1].nodes if story else "",
-        restarts=str(sum(event.what == "start" for event in story) - 1) if story else "",
+        restarts=str(story[-1].restart) if story else "",
         note=note,
-        **_progress(runs / name, how),
+        **(_progress(runs / name, how) if story or not busy else {}),
     )
 
 
@@ -84,7 +112,7 @@ def _state(submitted: state.Submitted | None, job: slurm.Live | None, story: Seq
     """What a stage that is not done is doing."""
     last = story[-1].what if story else ""
     if submitted is not None and submitted.pid:
-        if started(submitted.pid) == submitted.started:
+        if submitted.alive:
             return "running"
     elif job is not None:
         if not job.ended:
@@ -104,22 +132,33 @@ def _progress(run: Path, how: str) -> dict[str, str]:
     if record is None:
         return {}
     settings = _settings(run)
-    steps, tokens = settings.get("steps"), settings.get("tokens_per_step", 0)
-    shown = {"step": f"{record['step']}/{steps}" if steps else str(record["step"]), "loss": f"{record['loss']:.3f}"}
-    speed = record.get("tokens_per_second")
-    if isinstance(speed, (int, float)) and speed > 0:
+    step, steps, tokens = record["step"], settings.get("steps"), settings.get("tokens_per_step", 0)
+    shown = {"step": f"{step}/{steps}" if steps else str(step)}
+    if (loss := _number(record["loss"])) is not None:  # a step that was skipped has none
+        shown["loss"] = f"{loss:.3f}"
+    speed = _number(record.get("tokens_per_second"))
+    if speed is not None and speed > 0:
         shown["speed"] = f"{speed:,.0f}"
         if steps and how == "running":
-            shown["time_left"] = _duration((steps - record["step"]) * tokens / speed)
+            shown["time_left"] = _duration(max(steps - step, 0) * tokens / speed)
     return shown
 
 
+def _number(value: object) -> float | None:
+    """A finite number, or None for whatever else a line may hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    with contextlib.suppress(OverflowError):
+        return float(value) if math.isfinite(value) else None
+    return None
+
+
 def newest_record(run: Path, key: str = "loss") -> dict[str, Any] | None:
-    """The last line of a run's metrics.jsonl that has `key`."""
+    """The last line of a run's metrics.jsonl that has `key` and a step."""
     for line in reversed(tail(run / "metrics.jsonl")):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(line)
-            if isinstance(record, dict) and key in record and isinstance(record.get("step"), int):
+            if isinstance(record, dict) and key in record and type(record.get("step")) is int:
                 return record
     return None
 
@@ -129,7 +168,7 @@ def _settings(run: Path) -> dict[str, int]:
         values = read_resolved(run / "resolved.yaml") or {}
         tokens = values["global_batch_size"] * values["data"]["seq_length"]
         return {"steps": int(values["steps"]), "tokens_per_step": int(tokens)}
-    except (UserError, TypeError, KeyError, ValueError):
+    except (UserError, OSError, TypeError, KeyError, ValueError, ArithmeticError):
         return {}
 
 
@@ -154,7 +193,7 @@ def show_status(runs: Path, *, watch: bool = False, every: float = 2.0) -> None:
     with Screen(console=console, auto_refresh=False) as screen:
         while True:
             found = rows(runs)
-            screen.update(_table(found), refresh=True)
+            screen.update(_table(found, console.width), refresh=True)
             if all(row.state in QUIET for row in found):
                 return
             time.sleep(every)
@@ -162,7 +201,7 @@ def show_status(runs: Path, *, watch: bool = False, every: float = 2.0) -> None:
 
 def _print(console: Console, found: Sequence[Row]) -> None:
     if console.is_terminal:
-        console.print(_table(found))
+        console.print(_table(found, console.width))
         return
     table = [COLUMNS, *(row.cells() for row in found)]  # nothing is cut or wrapped when it is piped
     widths = [max(len(cells[i]) for cells in table) for i in range(len(COLUMNS))]
@@ -171,14 +210,24 @@ def _print(console: Console, found: Sequence[Row]) -> None:
     sys.stdout.flush()
 
 
-def _table(found: Sequence[Row]) -> Table:
-    table = Table()
-    for name in COLUMNS:
-        table.add_column(
-            name, justify="right" if name in ("step", "loss", "tokens/s", "restarts", "time left") else "left"
-        )
-    for row in found:
-        table.add_row(
-            *(Text(cell, style=COLORS.get(row.state, "") if i == 1 else "") for i, cell in enumerate(row.cells()))
-        )
+def _table(found: Sequence[Row], width: int) -> Table:
+    """The table, without the columns that have no room in `width`; nothing in it is cut, a long note is wrapped."""
+    cells = dict(zip(COLUMNS, zip(COLUMNS, *(row.cells() for row in found))))
+    widths = {name: max(map(cell_len, column)) for name, column in cells.items()}
+    widths["note"] = min(widths["note"], NOTE)
+    gap = 2 if width >= 80 else 1
+    room, chosen = width + gap, []
+    for name in IMPORTANCE:
+        if name in ("stage", "state") or widths[name] + gap <= room:
+            chosen.append(name)
+            room -= widths[name] + gap
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    shown = [name for name in COLUMNS if name in chosen]
+    for name in shown:
+        right = name in ("step", "loss", "tokens/s", "restarts", "time left")
+        fits = room >= 0 and name != "note"
+        table.add_column(name, justify="right" if right else "left", overflow="fold", no_wrap=fits)
+    for number, row in enumerate(found, 1):
+        styles = {"state": COLORS.get(row.state, "")}
+        table.add_row(*(Text(cells[name][number], style=styles.get(name, "")) for name in shown))
     return table

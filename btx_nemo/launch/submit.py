@@ -22,7 +22,7 @@ from btx_nemo.errors import BtxError, EnvironmentLacks, UserError
 from btx_nemo.launch import found, slurm, state
 from btx_nemo.launch.batches import Submission, script, submit_all
 from btx_nemo.launch.config import PipelineConfig
-from btx_nemo.launch.decide import Todo, decide, line
+from btx_nemo.launch.decide import Todo, decide, line, redone
 from btx_nemo.launch.graph import Job, graph, places, spell
 from btx_nemo.launch.identity import free_place, put_aside, record
 from btx_nemo.launch.local import run_here
@@ -65,6 +65,7 @@ def submit(
     environment = {"BTX_RUNS": str(at.runs), "BTX_SEED": str(at.seed), "BTX_DATA": str(at.data), **_settings(config)}
     submission = Submission(scripts_dir(), at.runs, environment, allow_missing)
     here = local or _is_absent()
+    redo = redone(jobs, at.runs, redo)
     if dry_run:
         todos = _todos(jobs, submission, redo, here=here, save=False)
         aside = {job.name: (job.out, free_place(at.runs, job.name)) for job in _again(jobs, redo)}

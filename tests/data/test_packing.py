@@ -104,6 +104,9 @@ def test_a_blend_takes_items_by_weight_and_no_more_than_it_says() -> None:
     ]
     items = [blend[i]["id"] for i in range(50)]
     assert all("abc".index(blend[i]["id"][0]) == blend[i]["dataset_id"] == blend.origin(i)[0] for i in range(50))
+    assert len(set(items)) == 50
+    for end in range(5, 50):
+        assert abs(sum(item[0] == "a" for item in items[:end]) - 0.7 * end) <= 1
 
 
 def test_one_dataset_needs_no_label() -> None:
@@ -112,9 +115,6 @@ def test_one_dataset_needs_no_label() -> None:
     blend = Blend([1.0], 4)
     blend.datasets = [passes]
     assert [set(item) for item in (passes[0], blend[0])] == [{"id"}] * 2
-    assert len(set(items)) == 50
-    for end in range(5, 50):
-        assert abs(sum(item[0] == "a" for item in items[:end]) - 0.7 * end) <= 1
 
 
 def test_tensors_are_what_the_model_takes(tmp_path: Path) -> None:

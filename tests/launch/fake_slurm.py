@@ -44,6 +44,8 @@ def squeue(arguments: list[str]) -> str:
         sys.exit(f"slurm_load_jobs error: {said('away')}")
     options = dict(argument.partition("=")[::2] for argument in arguments)
     lines = QUEUE.read_text().splitlines() if QUEUE.exists() else []
+    if "--name" not in options:
+        return "\n".join(f"{line.split(chr(31))[0]}|{line.split(chr(31))[1]}||1:00|None" for line in lines)
     return "\n".join(line for line in lines if line.split("\x1f")[2] in options["--name"].split(","))
 
 

@@ -15,6 +15,7 @@ import pytest
 from btx_nemo.errors import BtxError, UserError
 from btx_nemo.launch import batches, slurm, state
 from btx_nemo.launch import submit as module
+from btx_nemo.launch.cancel import cancel
 from btx_nemo.launch.state import Submitted, save_submitted
 from btx_nemo.launch.submit import submit
 from btx_nemo.processes import started
@@ -120,6 +121,15 @@ def test_jobs_that_nobody_wrote_down_are_found_again(runs: Path, queue: Queue) -
     other = runs.parent / "others"
     submit(words, runs=other)
     assert len(queue.jobs()) == 6, "the jobs of another folder were taken"
+
+
+def test_jobs_that_nobody_wrote_down_are_cancelled(runs: Path, queue: Queue) -> None:
+    submit(("math", "code", "until=mix"), runs=runs)
+    forget(runs)
+    cancel(runs, ["expert-code"])
+    assert list(queue.jobs()) == ["1_0"]
+    cancel(runs, [])
+    assert not queue.jobs()
 
 
 def test_the_printed_script_and_then_submit(runs: Path, queue: Queue, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,3 +298,11 @@ def test_long_names_are_refused(runs: Path, queue: Queue) -> None:
             submit(words, runs=runs)
     submit(["a" * 150, "until=mix"], runs=runs)
     assert state.submitted(runs, f"expert-{'a' * 150}") is not None
+
+
+def test_another_order_of_experts_is_another_setting(runs: Path, queue: Queue) -> None:
+    submit(["math", "code", "until=mix"], runs=runs, local=True)
+    submit(["math", "code", "until=mix"], runs=runs)
+    with pytest.raises(UserError, match="expert-math, expert-code, now in the order expert-code, expert-math; go back"):
+        submit(["code", "math", "until=mix"], runs=runs)
+    assert not queue.calls("sbatch")

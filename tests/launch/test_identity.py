@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from btx_nemo.errors import UserError
-from btx_nemo.launch.identity import Made, begin, fingerprint, made_of, settings
+from btx_nemo.launch.identity import Made, begin, fingerprint, made_of, put_aside, record, settings
 
 
 def make(folder: Path, size: int = 1000, fill: int = 1) -> Path:
@@ -65,11 +66,126 @@ def test_settings_are_compared_by_value_and_the_harmless_ones_not_at_all() -> No
     assert settings(["freeze=[a,b]"]) == settings(["freeze=['a', b]"]) != settings(["freeze=[b,a]"])
 
 
-def test_what_an_input_that_is_not_there_is_worth() -> None:
-    nothing = Made({"from": None}, {})
-    assert nothing.changed_inputs(nothing) == ["from"], "no model is not the same model"
-    fresh = Made.now({"from": Path("null")}, [])
-    assert fresh.changed_inputs(fresh) == []
+def test_values_that_cannot_be_read_are_compared_as_they_are() -> None:
+    deep = "[" * 5000
+    assert settings(["note=2024-13-45", f"a={deep}"]) == {"note": "2024-13-45", "a": deep}
+
+
+def test_what_goes_along_with_a_model_makes_it_no_other(tmp_path: Path) -> None:
+    one = make(tmp_path / "one")
+    before = fingerprint(one)
+    for name in ("README.md", "LICENSE", ".gitattributes", "figure.png"):
+        (one / name).write_text("x")
+    assert fingerprint(one) == before
+    record_of_old = Made({"from": fingerprint(one, documents=True)}, {})
+    assert record_of_old.changed_inputs(Made.now("s", {"from": one}, [])) == []
+    (one / "tokenizer.json").write_text("{}")
+    assert fingerprint(one) != before
+
+
+def test_an_input_that_is_not_there_is_no_other(tmp_path: Path) -> None:
+    here = Made({"from": "a", "seed": "b"}, {})
+    gone = Made({"from": None, "seed": "b"}, {})
+    assert here.changed_inputs(gone) == [] and here.missing(gone) == ["from"] and gone.missing(gone) == []
+    assert here.changed_inputs(Made({"seed": "c"}, {})) == ["seed", "from"], "one is another, one was left out"
+    fresh = Made.now("expert-a", {"from": Path("null")}, [])
+    assert fresh.changed_inputs(fresh) == [] and fresh.missing(fresh) == []
+    (tmp_path / "empty").mkdir()  # where a disk would be mounted
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "model.safetensors").symlink_to(tmp_path / "blobs" / "1")
+    (tmp_path / "links" / "config.json").write_text("{}")
+    assert fingerprint(tmp_path / "empty") is fingerprint(tmp_path / "links") is None
+
+
+def test_a_run_stays_where_its_input_is_missing(tmp_path: Path) -> None:
+    seed, out = make(tmp_path / "seed"), tmp_path / "expert-math"
+    (tmp_path / "state").mkdir()
+
+    def again(start: Path = seed) -> None:
+        begin(tmp_path, "expert-math", out, {"from": start}, [])
+
+    again()
+    make(out)
+    text = record(tmp_path, "expert-math").read_text()
+    seed.rename(tmp_path / "away")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"expert-math: the input from is missing: .*seed has no model; bring it"):
+            again()
+    assert record(tmp_path, "expert-math").read_text() == text
+    again(tmp_path / "away")
+    assert out.exists() and not (tmp_path / "stale").exists()
+
+
+def test_quotes_are_read_as_hydra_reads_them(tmp_path: Path) -> None:
+    seed, out = make(tmp_path / "my seed"), tmp_path / "expert-math"
+    (tmp_path / "state").mkdir()
+    for word in (f"'{seed}'", f'"{seed}"', f'"{seed}"'):
+        begin(tmp_path, "expert-math", out, {"from": Path(word)}, [f"init_from={word}", "steps=2"])
+        out.mkdir(exist_ok=True)
+        (out / "x").touch()
+    assert not (tmp_path / "stale").exists()
+
+
+CONFIG = """
+stage: expert
+out: ???
+domain: null
+init_from: null
+data: {path: "${oc.env:BTX_DATA,runs/data}"}
+steps: 100
+micro_batch_size: 1
+global_batch_size: 4
+optim: {lr: 1.0e-3}
+"""
+
+
+def test_an_edited_configuration_is_noticed_and_a_copied_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BTX_CLI", raising=False)
+    (tmp_path / "state").mkdir()
+    out = tmp_path / "expert-math"
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.yaml").write_text(CONFIG)
+
+    def again(folder: str, *words: str) -> None:
+        path = f"--config-path={tmp_path / folder}"
+        begin(tmp_path, "expert-math", out, {}, ["--config-name=mine", path, *words])
+
+    again("one", "layout.tp=2")
+    make(out)
+    again("two", "steps=100", "log_every=7")
+    monkeypatch.setenv("BTX_DATA", "/elsewhere")
+    again("one")
+    with pytest.raises(UserError, match="was made with steps=100, now 200; go back"):
+        again("one", "steps=200")
+    (tmp_path / "one" / "mine.yaml").write_text(CONFIG.replace("lr: 1.0e-3", "lr: 2e-3"))
+    with pytest.raises(UserError, match=r"was made with optim.lr=0.001, now 0.002"):
+        again("one")
+    with pytest.raises(UserError, match=r"data.path=unset, now \S*/d\S*; optim.lr=0.001, now 0.002"):
+        again("one", "data.path=/d")
+    (tmp_path / "one" / "mine.yaml").unlink()
+    again("one")  # the command itself will say that it is gone
+    again("two")
+    made = json.loads(record(tmp_path, "expert-math").read_text())
+    made["composed"]["of_an_older_version"] = "1"
+    del made["composed"]["optim.eps"]
+    record(tmp_path, "expert-math").write_text(json.dumps(made))
+    again("two")  # settings that one version alone has say nothing
+    del made["composed"]
+    record(tmp_path, "expert-math").write_text(json.dumps(made))
+    again("two")
+    assert "composed" in json.loads(record(tmp_path, "expert-math").read_text()), "a record without is completed"
+
+
+def test_a_linked_run_is_put_aside_whole(tmp_path: Path) -> None:
+    make(tmp_path / "disk" / "run")
+    (tmp_path / "runs" / "state").mkdir(parents=True)
+    out = tmp_path / "runs" / "joint"
+    out.symlink_to("../disk/run")
+    aside = put_aside(tmp_path / "runs", "joint", out)
+    assert (aside / "config.json").exists() and not os.path.lexists(out)
 
 
 def test_begin(tmp_path: Path) -> None:
@@ -95,7 +211,7 @@ def test_begin(tmp_path: Path) -> None:
     then = made_of(runs, "mix")
     assert then is not None and then.settings == {"top_k": "2"}
     (runs / "state" / "mix.made.json").write_text("[]")
-    with pytest.raises(UserError, match="expected a JSON table"):
+    with pytest.raises(UserError, match="damaged; remove it, and mix is taken as it is"):
         again("top_k=2")
     (runs / "state" / "mix.made.json").write_text("{}")
     with pytest.raises(UserError, match="damaged; remove it"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def pipeline(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "9": slurm.Live("CANCELLED", "", "1:00", "Dependency"),
     }
     monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "named", lambda names: [])
     monkeypatch.setattr(slurm, "jobs", lambda ids: {job: live[job] for job in ids if job in live})
     return runs
 
@@ -91,8 +93,85 @@ def test_printed_and_on_a_terminal(pipeline: Path, capsys: pytest.CaptureFixture
     assert lines[0].split("  ")[0] == "stage" and len(lines) == 9
     assert lines[2].split() == ["expert-code", "running", "7_1", "node2", "30/90", "2.500", "400", "1", "0:10:00"]
     screen = io.StringIO()
-    Console(file=screen, force_terminal=True, width=200).print(status._table(rows(pipeline)))
+    Console(file=screen, force_terminal=True, width=200).print(status._table(rows(pipeline), 200))
     assert "time left" in screen.getvalue() and "\x1b[" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("width", "columns"), [(200, 10), (80, 6), (40, 3), (24, 2)])
+def test_a_narrow_terminal_shows_what_matters_whole(pipeline: Path, width: int, columns: int) -> None:
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(status._table(rows(pipeline), width))
+    lines = [line.rstrip() for line in screen.getvalue().splitlines()]
+    heads = re.sub("time left", "time_left", lines[0]).split()
+    assert len(heads) >= columns and heads[:2] == ["stage", "state"] and max(map(len, lines)) <= width
+    for row in rows(pipeline):
+        (line,) = (line for line in lines if line.startswith(f"{row.stage} "))
+        assert line.split()[1] == row.state and (columns == 2 or row.step in line)
+
+
+def test_on_the_narrowest_one_stage_and_state_are_folded(pipeline: Path) -> None:
+    screen = io.StringIO()
+    Console(file=screen, width=20).print(status._table(rows(pipeline), 20))
+    text = screen.getvalue()
+    assert all(state in text for state in ("state", "running", "cancelled", "expert-pro")) and "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "loss"),
+    [
+        ('{"step": 31, "loss": null, "tokens_per_second": null}', "31/90", ""),
+        ('{"step": 31, "loss": NaN, "tokens_per_second": Infinity}', "31/90", ""),
+        (f'{{"step": 31, "loss": 1{"0" * 400}, "tokens_per_second": "fast"}}', "31/90", ""),
+        ('{"step": true, "loss": 1}', "30/90", "2.500"),
+        ('{"step": 31.5, "loss": [1]}', "30/90", "2.500"),
+        ("[" * 5000, "30/90", "2.500"),
+        ("\x00\xff", "30/90", "2.500"),
+        ('{"step": 100, "loss": 1.0, "tokens_per_second": 1e-300}', "100/90", "1.000"),
+    ],
+)
+def test_a_damaged_line_of_metrics(pipeline: Path, line: str, step: str, loss: str) -> None:
+    with (pipeline / "expert-code" / "metrics.jsonl").open("a") as file:
+        file.write(f"\n{line}\n")
+    row = rows(pipeline)[1]
+    assert (row.state, row.step, row.loss) == ("running", step, loss)
+
+
+def test_a_stage_that_waits_to_be_made_again_is_not_done(pipeline: Path) -> None:
+    (pipeline / "mix").mkdir()
+    (pipeline / "mix" / "DONE").touch()
+    old = "1\tstart\t3\t0\tnode1\n2\tstart\t3\t1\tnode1\n3\tdone\t3\t1\tnode1\n"
+    (pipeline / "state" / "mix.events").write_text(old)
+    mix = next(row for row in rows(pipeline) if row.stage == "mix")
+    assert mix == Row(stage="mix", state="pending", job="8", note="Dependency"), "what an old job did is its own"
+
+
+def test_stages_of_an_earlier_graph_are_shown_and_cancelled(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = {job: slurm.Live("PENDING", "", "", "") for job in ("7_1", "8", "9", "10")}
+    monkeypatch.setattr(slurm, "jobs", lambda ids: {job: live[job] for job in ids if job in live})
+    save_submitted(pipeline, "export", Submitted(job="10", line=[], after=["9"], log=""))
+    save_pipeline(pipeline, {name: pipeline / name / "DONE" for name in ("expert-math", "expert-code")})
+    names = [row.stage for row in rows(pipeline)]
+    assert names[:2] == ["expert-math", "expert-code"] and {"mix", "joint", "export", "expert-law"} <= {*names}
+    cancelled: list[str] = []
+    monkeypatch.setattr(slurm, "scancel", cancelled.extend)
+    cancel(pipeline, ["expert-code"])
+    assert cancelled == ["10", "9", "8", "7_1"]
+    cancel(pipeline, ["joint"])
+    assert cancelled[4:] == ["10", "9"]
+    capsys.readouterr()
+
+
+def test_what_others_write_does_not_steer_the_terminal(pipeline: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bad = "\x1b[2Jone\x1b]0;title\x07 two\x9b31m\x00\r\n"
+    (pipeline / "logs" / "expert-prose.out").write_text(bad)
+    (pipeline / "state" / "router.events").write_text("1\tstart\t44\t0\tno\x1b[31mde\n")
+    (pipeline / "state" / "\x1b[2J.events").write_text("1\tstart\t44\t0\tnode\n")
+    show_status(pipeline)
+    show_logs(pipeline, "expert-prose", lines=5, follow=False)
+    out = capfd.readouterr().out
+    assert "one two" in out and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|2J|title", out)
 
 
 def test_watching_ends_when_nothing_happens_any_more(
@@ -174,11 +253,59 @@ def test_cancel_knows_a_process_from_a_later_one_with_its_number(
     assert killed == [os.getpid()]
 
 
-def test_damaged_state_is_told(runs: Path) -> None:
+def test_a_process_that_had_ended_before_it_was_looked_at(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (runs / "state").mkdir()
-    (runs / "state" / "mix.job.json").write_text('{"job": "1"}')
-    with pytest.raises(UserError, match="damaged; remove it after a look at squeue"):
-        state.submitted(runs, "mix")
+    save_submitted(runs, "seed", Submitted(job="local", line=[], after=[], log="", pid=2**22 + 1, started=""))
+    assert rows(runs)[0].state == "lost"
+    cancel(runs, [])
+    assert "nothing to cancel" in capsys.readouterr().out
+    save_submitted(runs, "seed", Submitted(job="local", line=[], after=[], log="", pid=2**22 + 1, started="5"))
+    monkeypatch.setattr(state, "started", lambda pid: "5")
+    cancel(runs, [])  # it ends between the look and the signal
+
+
+def test_watching_ends_for_what_was_killed_by_hand(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs / "state").mkdir()
+    (runs / "state" / "expert-math.events").write_text("1\tstart\tlocal\t0\tnode\n")
+    show_status(runs, watch=True)
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["expert-math", "unknown"]
+
+
+SOUND = {"job": "1", "line": [], "after": [], "log": "x"}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *([], {"job": "1"}, SOUND | {"job": 12}, SOUND | {"log": None}, SOUND | {"pid": "a"}, SOUND | {"pid": -1}),
+        *(SOUND | {"pid": True}, SOUND | {"started": 5}, SOUND | {"after": "12"}, SOUND | {"line": [1]}),
+        *(SOUND | {"job": "--user=me"}, SOUND | {"log": "a\0b"}, SOUND | {"more": 1}),
+    ],
+)
+def test_damaged_state_is_told(values: object, runs: Path) -> None:
+    (runs / "state").mkdir()
+    (runs / "state" / "mix.job.json").write_text(json.dumps(values))
+    for command in (lambda: show_status(runs), lambda: cancel(runs, []), lambda: state.submitted(runs, "mix")):
+        with pytest.raises(UserError, match=r"mix\.job\.json: damaged; remove it, and btx-nemo forgets the job of mix"):
+            command()
+    (runs / "state" / "pipeline.json").write_text(json.dumps(values if isinstance(values, list) else {"a": 1}))
+    if values:
+        with pytest.raises(UserError, match=r"pipeline\.json: damaged; remove it"):
+            show_status(runs)
+
+
+def test_the_lock_is_no_way_to_another_file(runs: Path) -> None:
+    (runs / "precious").write_text("text")
+    (runs / "state").mkdir()
+    (runs / "state" / ".lock").symlink_to(runs / "precious")
+    with pytest.raises(UserError, match=r"\.lock: cannot be opened"), state.submitting(runs):
+        pass
+    assert (runs / "precious").read_text() == "text"
+    (runs / "state" / ".lock").unlink()
+    with state.submitting(runs), pytest.raises(UserError, match="another btx-nemo submit"), state.submitting(runs):
+        pass
 
 
 def test_losses_of_all_runs(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:

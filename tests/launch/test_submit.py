@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,6 +183,38 @@ def test_another_seed_makes_everything_stale(runs: Path, capsys: pytest.CaptureF
     assert "# expert-math: stale: another from" in capsys.readouterr().out
     submit(["math", "until=mix"], runs=runs)
     assert sorted(path.name for path in (runs / "stale").iterdir()) == ["expert-math.1", "mix.1"]
+
+
+def test_a_missing_seed_makes_nothing_stale(runs: Path) -> None:
+    submit(["math", "until=mix"], runs=runs)
+    before = sorted(str(path) for path in runs.rglob("*"))
+    (runs / "seed").rename(runs.parent / "away")
+    for words in (["math", "until=mix"], ["math", "code", "until=mix", "seed=/nope"]):
+        for dry_run in (True, False):
+            with pytest.raises(UserError, match=r"expert-math: the input from is missing: .* bring it back"):
+                submit(words, runs=runs, dry_run=dry_run)
+    (runs.parent / "away").rename(runs / "seed")
+    assert sorted(str(path) for path in runs.rglob("*") if path.name != ".lock") == [
+        path for path in before if not path.endswith(".lock")
+    ]
+
+
+def test_a_fresh_expert_stays_done(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["math", "until=experts", "expert.set.init_from=null"]
+    submit(words, runs=runs)
+    capsys.readouterr()
+    submit(words, runs=runs)
+    assert said(capsys) == {"expert-math": "done"}
+
+
+def test_what_follows_data_that_are_made_again_is_made_again(runs: Path) -> None:
+    shutil.rmtree(runs / "seed")
+    words = ["math", "until=mix", "demo_data=true", "seed_training={}"]
+    submit(words, runs=runs)
+    submit(words, runs=runs, redo=("data",))
+    aside = sorted(path.name for path in (runs / "stale").iterdir())
+    assert aside == ["data.1", "expert-math.1", "mix.1", "seed.1"]
+    assert (runs / "expert-math" / "DONE").exists() and (runs / "mix").exists()
 
 
 def test_a_failed_expert_stops_its_branch_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
