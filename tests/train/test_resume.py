@@ -404,6 +404,18 @@ def test_a_lost_latest_loses_no_step(
     assert not (out / "latest").is_symlink()
 
 
+def test_other_data_are_refused(world: TinyWorld, commands: CommandServer, half: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(half, tmp_path / "run"))
+    record = json.loads((out / "data.json").read_text())
+    (out / "data.json").write_text(json.dumps({**record, "law": record["math"]}))
+    ended = commands.run(*world.arguments("tiny_expert", out))
+    assert ended.code == 2 and "was started on other data: law had 5 documents of" in ended.err, ended.err
+    record["math"]["train"]["tokens"] += 1
+    (out / "data.json").write_text(json.dumps(record))
+    ended = commands.run(*world.arguments("tiny_expert", out))
+    assert ended.code == 2 and "was started on other data: math had" in ended.err, ended.err
+
+
 def test_a_run_of_no_steps_leaves_its_model(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     from btx_testing.tensors import load_folder, same_bits
     from safetensors.torch import load
