@@ -269,6 +269,16 @@ def test_a_damaged_configuration_is_told(world: TinyWorld, commands: CommandServ
     assert "resolved.yaml: damaged" in ended.err
 
 
+def test_a_run_without_a_checkpoint_has_nothing_to_agree_with(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "resolved.yaml").write_text("{steps: 77, optim: {lr: 1.0}}")
+    ok(commands.run(*world.arguments("tiny_expert", out, steps=0, optim__warmup_steps=0, export=False)))
+    assert "steps: 0" in (out / "resolved.yaml").read_text()
+
+
 LAYOUTS = [
     pytest.param({"tp": 2}, 2, id="tp2"),
     pytest.param({"pp": 2}, 2, id="pp2"),
