@@ -35,7 +35,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from btx_nemo.config.schema import DataConfig, Fp8Config, MoEOverride, OptimConfig, TrainConfig
+from btx_nemo.config.precision import Fp8Config
+from btx_nemo.config.schema import DataConfig, MoEOverride, OptimConfig, TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.megatron.parallel import parallel_state

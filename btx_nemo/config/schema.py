@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass, field
 from typing import Any
 
+from btx_nemo.config.precision import Fp8Config, LossScaleConfig
 from btx_nemo.families.config import ModelConfig
 
 
@@ -40,7 +42,7 @@ class DataConfig:
     blend: dict[str, float] = field(default_factory=dict)
     """Weight of each domain in training; normalised, any positive scale. Empty: all domains, equally."""
     valid: list[str] = field(default_factory=list)
-    """Domains whose validation loss is measured; empty: all in `path`."""
+    """Domains whose validation loss is measured; empty: all in `path` of the kind (text, chats) that trains."""
     seq_length: int = 2048
     """Tokens per sequence."""
     document_mask: bool = False
@@ -132,48 +134,6 @@ class DropoutConfig:
     """Share of the embedding's output and of what attention and feed-forward blocks add (Switch's fine-tuning: 0.1)."""
     expert: float = 0.0
     """Share of the activations inside routed experts, before the down-projection (Switch's fine-tuning: 0.4)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossScaleConfig:
-    """Megatron's dynamic loss scale, for precision=fp16: a step whose gradients overflow is skipped."""
-
-    initial: float = 65536.0
-    """Where the scale starts."""
-    min: float = 1.0
-    """It does not fall below."""
-    window: int = 1000
-    """Steps without overflow after which it doubles."""
-    hysteresis: int = 2
-    """Overflows after which it halves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8Config:
-    """Matrix products in 8 bits, by Transformer Engine; routers stay fp32, weights are kept in bf16."""
-
-    format: str | None = None
-    """e4m3, hybrid (e5m2 for gradients), or null for none."""
-    recipe: str = "delayed"
-    """How values are scaled: delayed (by their history), tensorwise, blockwise or mxfp8."""
-    amax_history_len: int = 1024
-    """Steps of that history."""
-    amax_compute: str = "max"
-    """What of it counts: max or most_recent."""
-    margin: int = 0
-    """Powers of two that are left free above the largest value."""
-    wgrad: bool = True
-    """Whether the weights' gradients are computed in 8 bits, too."""
-    first_last_bf16: bool = False
-    """Leave the first and last layers in bf16; not with recipe=delayed."""
-    first_bf16: int = 1
-    """How many of the first."""
-    last_bf16: int = 1
-    """How many of the last."""
-    pad_routing: bool = False
-    """Fill up each expert's tokens by routing others to it with a gate of zero, instead of a copy inside the layer."""
-    param_gather: bool = False
-    """Keep weights in 8 bits: refused, see docs/precision.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +255,11 @@ class TrainConfig:
     seed: int = 1234
     """Seed of fresh weights, data order and dropout."""
 
+    def trains(self, name: str) -> bool:
+        """Whether `freeze` and `train` let a parameter train; its name is the one that it has at every layout."""
+        frozen = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.freeze)
+        return not frozen and (not self.train or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.train))
+
 
 NO_EFFECT = (
     "layout",
@@ -311,3 +276,5 @@ NO_EFFECT = (
 """Keys of TrainConfig that change nothing in what is computed."""
 KERNELS = ("dispatcher", "experts")
 """Keys of `TrainConfig.moe` that say how, and not what, is computed."""
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
+"""What `recompute_modules` may name."""

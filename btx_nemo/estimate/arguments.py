@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.config.schema import RECOMPUTE_MODULES
 
 AXES = {
     "tp": "tensor-parallel ranks",
@@ -16,7 +16,6 @@ AXES = {
     "ep": "expert-parallel ranks",
     "etp": "ranks that an expert is cut over",
 }
-RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 
 
 def add_plan(command: Callable) -> None:
@@ -25,12 +24,12 @@ def add_plan(command: Callable) -> None:
     sub.add_argument("model", type=Path, help="Hugging Face folder (config.json is enough), checkpoint or run")
     sub.add_argument("--gpus", type=int, help="ranks in all (default: tp x pp x cp x ep x etp)")
     for name, text in AXES.items():
-        sub.add_argument(f"--{name}", type=int, default=1, help=f"{text} (default 1)")
+        sub.add_argument(f"--{name}", type=int, help=f"{text} (default 1, or looked for)")
     sub.add_argument("--seq-length", type=int, default=4096, help="tokens a sequence (default 4096)")
     sub.add_argument("--micro-batch-size", type=int, default=1, help="sequences a forward pass (default 1)")
     sub.add_argument("--global-batch-size", type=int, default=1024, help="sequences a step (default 1024)")
-    sub.add_argument("--precision", default="bf16", help="fp32 or bf16 (default)")
-    sub.add_argument("--recompute", choices=("none", "selective", "full"), default="none")
+    sub.add_argument("--precision", default="bf16", help="fp32, bf16 (default) or fp16")
+    sub.add_argument("--recompute", choices=("none", "selective", "full"), help="default none, or looked for")
     sub.add_argument("--recompute-modules", nargs="+", choices=RECOMPUTE_MODULES, default=["core_attn"])
     sub.add_argument("--memory-gib", type=float, help="suggest layouts for --gpus GPUs of this memory")
     sub.add_argument("--local", action="store_true", help="Megatron's local layers, which keep attention's matrices")
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     plan(
         arguments.model,
-        layout=LayoutConfig(**{name: getattr(arguments, name) for name in AXES}),
+        given={name: getattr(arguments, name) for name in AXES if getattr(arguments, name) is not None},
         gpus=arguments.gpus,
         seq_length=arguments.seq_length,
         micro_batch_size=arguments.micro_batch_size,

@@ -23,41 +23,66 @@ from btx_nemo.plan.progress import human_bytes
 def plan(
     folder: Path,
     *,
-    layout: LayoutConfig,
+    given: dict[str, int],
     gpus: int | None,
     seq_length: int,
     micro_batch_size: int,
     global_batch_size: int,
     precision: str,
-    recompute: str,
+    recompute: str | None,
     recompute_modules: tuple[str, ...],
     flash: bool,
     memory_gib: float | None,
 ) -> None:
-    """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError."""
-    model = model_of(folder)
+    """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError.
+
+    `given` are axes of the layout: others are 1, or, with `memory_gib`, looked for; so is `recompute`.
+    """
+    model, layout = model_of(folder), LayoutConfig(**given)
     smallest = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp
     ranks = smallest if gpus is None else gpus
     console = Console()
     if precision not in ITEMSIZE:
         raise UserError(f"--precision {precision}: unknown; known: {', '.join(ITEMSIZE)}")
-    for name, value in (("--gpus", ranks), ("--seq-length", seq_length), ("--global-batch-size", global_batch_size)):
+    for name, value in (
+        ("--gpus", ranks),
+        ("--seq-length", seq_length),
+        ("--micro-batch-size", micro_batch_size),
+        ("--global-batch-size", global_batch_size),
+    ):
         if value < 1:
             raise UserError(f"{name} {value}: must be 1 or more")
     if memory_gib is not None:
         setups = candidates(
-            model, ranks, global_batch_size=global_batch_size, seq_length=seq_length, precision=precision, flash=flash
+            model,
+            ranks,
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            given=given,
+            precision=precision,
+            flash=flash,
+            recompute_modules=recompute_modules,
         )
-        console.print(_suggestions(suggest(model, setups, int(memory_gib * 2**30)), memory_gib))
+        recomputes = (recompute,) if recompute else ("none", "full")
+        console.print(_suggestions(suggest(model, setups, int(memory_gib * 2**30), recomputes=recomputes), memory_gib))
         return
     check_layout(layout, ranks, model)
     per_step = micro_batch_size * layout.dp(ranks)
-    if micro_batch_size < 1 or global_batch_size % per_step:
-        raise UserError(f"--global-batch-size {global_batch_size}: must be a multiple of {max(per_step, 1)}")
+    if global_batch_size % per_step:
+        raise UserError(f"--global-batch-size {global_batch_size}: must be a multiple of {per_step}")
     microbatches = global_batch_size // per_step
     check_batch(layout, seq_length=seq_length, microbatches=microbatches)
     setup = Setup(
-        layout, ranks, seq_length, micro_batch_size, microbatches, precision, recompute, flash, recompute_modules
+        layout,
+        ranks,
+        seq_length,
+        micro_batch_size,
+        microbatches,
+        precision,
+        recompute or "none",
+        flash,
+        recompute_modules,
     )
     console.print(_stages(model, setup))
     console.print(_sent(communication(model, setup)))

@@ -31,7 +31,7 @@ _CUT = (
 )
 """Ends of the Megatron keys that tensor parallelism cuts; all others are whole on every rank."""
 FP32 = 4
-ITEMSIZE = {"fp32": 4, "bf16": 2}
+ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)

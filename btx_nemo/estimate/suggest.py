@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from btx_nemo.config.schema import LayoutConfig
+from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.estimate.communication import Communication, communication
 from btx_nemo.estimate.memory import Memory, Setup, worst
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import dense_width, shared_width
+from btx_nemo.megatron.parallel import check_batch, check_layout
 
 NODE = 8
 """GPUs that share fast links."""
@@ -41,51 +43,70 @@ class Candidate:
 
 
 def candidates(
-    model: ModelConfig, ranks: int, *, global_batch_size: int, seq_length: int, **rest: object
+    model: ModelConfig,
+    ranks: int,
+    *,
+    global_batch_size: int,
+    seq_length: int,
+    micro_batch_size: int = 1,
+    given: Mapping[str, int] | None = None,
+    **rest: object,
 ) -> Iterator[Setup]:
-    """Every layout that divides the model, the ranks and the batch, within what is sensible.
+    """Every layout that a run may have (`check_layout`, `check_batch`), within what is sensible.
 
     Tensor parallelism stays within a node, a context-parallel rank keeps at least LEAST_POSITIONS of a sequence,
-    experts are whole or cut as the rest is, and a pipeline rank has at most MOST_CHUNKS virtual stages.
+    experts are whole or cut as the rest is, and a pipeline rank has at most MOST_CHUNKS virtual stages. Axes that are
+    `given` have that size alone.
     """
-    for layout in _layouts(model, ranks, seq_length):
-        dp = layout.dp(ranks)
-        microbatches = global_batch_size // dp
-        if global_batch_size % dp or (layout.vpp > 1 and microbatches % layout.pp):
+    for layout in _layouts(model, ranks, seq_length, given or {}):
+        try:
+            check_layout(layout, ranks, model)
+            microbatches = num_microbatches(
+                global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp_size=layout.dp(ranks)
+            )
+            check_batch(layout, seq_length=seq_length, microbatches=microbatches)
+        except UserError:
             continue
         yield Setup(
             layout=layout,
             ranks=ranks,
             seq_length=seq_length,
-            micro_batch_size=1,
+            micro_batch_size=micro_batch_size,
             microbatches=microbatches,
             **rest,  # type: ignore[arg-type]
         )
 
 
-def _layouts(model: ModelConfig, ranks: int, seq_length: int) -> Iterator[LayoutConfig]:
-    widths = (model.num_attention_heads, model.num_query_groups, model.ffn_hidden_size, model.vocab_size, seq_length)
-    experts = model.moe.num_experts if model.moe else 1
-    for tp, pp in itertools.product(_divisors(min(NODE, ranks)), _divisors(model.num_layers)):
-        if ranks % (tp * pp) or any(size % tp for size in widths):
-            continue
-        contexts = [cp for cp in _divisors(ranks // (tp * pp)) if cp == 1 or _may_cut(seq_length, cp, tp)]
-        chunks = [n for n in _divisors(model.num_layers // pp) if n == 1 or (pp > 1 and n <= MOST_CHUNKS)]
-        cuts = sorted({1, tp}) if model.moe else [1]
-        for cp, vpp, ep, etp in itertools.product(contexts, chunks, _divisors(experts), cuts):
-            if (ranks // pp) % (ep * etp) == 0:
-                yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
+def _layouts(model: ModelConfig, ranks: int, seq_length: int, given: Mapping[str, int]) -> Iterator[LayoutConfig]:
+    def sizes(axis: str, sensible: Iterable[int]) -> Iterable[int]:
+        return [given[axis]] if axis in given else sensible
+
+    contexts = [cp for cp in _divisors(ranks) if cp == 1 or seq_length // cp >= LEAST_POSITIONS]
+    experts = _divisors(model.moe.num_experts) if model.moe else [1]
+    for tp, pp, cp, vpp, ep in itertools.product(
+        sizes("tp", _divisors(min(NODE, ranks))),
+        sizes("pp", _divisors(model.num_layers)),
+        sizes("cp", contexts),
+        sizes("vpp", range(1, MOST_CHUNKS + 1)),
+        sizes("ep", experts),
+    ):
+        for etp in sizes("etp", sorted({1, tp}) if model.moe else [1]):
+            yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
 
 
-def _may_cut(seq_length: int, cp: int, tp: int) -> bool:
-    return seq_length % (2 * cp * tp) == 0 and seq_length // cp >= LEAST_POSITIONS
-
-
-def suggest(model: ModelConfig, setups: Iterator[Setup], memory_bytes: int, count: int = 5) -> list[Candidate]:
-    """The `count` fastest of those that fit into `memory_bytes` a rank. Raises UserError when none does."""
+def suggest(
+    model: ModelConfig,
+    setups: Iterator[Setup],
+    memory_bytes: int,
+    count: int = 5,
+    recomputes: Sequence[str] = ("none", "full"),
+) -> list[Candidate]:
+    """The `count` fastest of those that fit into `memory_bytes` a rank, each with the first of `recomputes` with which
+    it does. Raises UserError when none fits.
+    """
     found, smallest = [], None
     for setup in setups:
-        for recompute in ("none", "full"):
+        for recompute in recomputes:
             tried = dataclasses.replace(setup, recompute=recompute)
             needs = worst(model, tried)
             smallest = needs.total if smallest is None else min(smallest, needs.total)
@@ -94,7 +115,9 @@ def suggest(model: ModelConfig, setups: Iterator[Setup], memory_bytes: int, coun
                 found.append(Candidate(tried, needs, sent, step_seconds(model, tried, sent)))
                 break
     if smallest is None:
-        raise UserError("no layout divides the model, the ranks and the batch; change gpus or global_batch_size")
+        raise UserError(
+            "no layout divides the model, the ranks and the batch; change --gpus, the batch sizes or the axes"
+        )
     if not found:
         raise UserError(
             f"no layout fits: the smallest needs {smallest / HEADROOM / 2**30:.0f} GiB a GPU, "

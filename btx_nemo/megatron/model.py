@@ -24,7 +24,6 @@ RECOMPUTATION: dict[str, dict[str, Any]] = {
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
 }
 """Megatron's settings for each value of `recompute`."""
-RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 
 
 def transformer_config(

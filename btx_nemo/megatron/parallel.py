@@ -13,7 +13,7 @@ from torch import Tensor
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
-from btx_nemo.families.table import padded_vocabulary
+from btx_nemo.families.table import dense_width, padded_vocabulary
 from btx_nemo.megatron.platform import backend, cpu_platform, select_device
 from btx_nemo.routers.ranks import context_positions
 
@@ -37,10 +37,11 @@ def check_layout(layout: LayoutConfig, ranks: int, model: ModelConfig) -> None:
             )
     if layout.vpp > 1 and layout.pp == 1:
         raise UserError(f"layout.vpp={layout.vpp}: virtual stages need a pipeline; give layout.pp, or layout.vpp=1")
+    only_experts = all(map(model.is_mixture, range(model.num_layers)))
     divided = [
         ("tp", layout.tp, "num_attention_heads", model.num_attention_heads),
         ("tp", layout.tp, "num_query_groups", model.num_query_groups),
-        ("tp", layout.tp, "ffn_hidden_size", model.ffn_hidden_size),
+        ("tp", layout.tp, "ffn_hidden_size (dense layers)", 0 if only_experts else dense_width(model)),
         ("tp", layout.tp, "vocab_size (padded)", padded_vocabulary(model.vocab_size)),
         ("tp", layout.tp, "shared_expert_intermediate_size", (moe and moe.shared_expert_intermediate_size) or 0),
         ("pp", layout.pp, "num_layers", model.num_layers),

@@ -5,7 +5,6 @@ docs/precision.md lists every setting with its field; `preflight.py` says what c
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
@@ -119,17 +118,12 @@ def frozen_in_part(config: TrainConfig, model: ModelConfig) -> bool:
     for layer in filter(model.is_mixture, range(model.num_layers)):
         for linear in ("linear_fc1", "linear_fc2"):
             trained = {
-                _trains(config, f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{linear}.weight")
+                config.trains(f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{linear}.weight")
                 for expert in range(model.moe.num_experts)
             }
             if len(trained) == 2:
                 return True
     return False
-
-
-def _trains(config: TrainConfig, name: str) -> bool:
-    frozen = any(fnmatch.fnmatchcase(name, pattern) for pattern in config.freeze)
-    return not frozen and (not config.train or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.train))
 
 
 def _transformer_engine() -> str | None:

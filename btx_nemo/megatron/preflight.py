@@ -6,11 +6,12 @@ ask for another), what Megatron forbids, and what is known to break.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from btx_nemo.config.choice import check_choice
-from btx_nemo.config.schema import Fp8Config, LossScaleConfig, TrainConfig
+from btx_nemo.config.precision import Fp8Config, LossScaleConfig
+from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import dense_width
@@ -44,6 +45,8 @@ RECIPES = {
     "blockwise": _Recipe("2.3", (9, 0), cuda=(12, 9)),
     "mxfp8": _Recipe("2.1", (10, 0), before=(12, 0), multiple=32),
 }
+_DELAYED = ("amax_history_len", "amax_compute", "margin", "wgrad")
+"""What Transformer Engine is told with recipe=delayed alone."""
 
 
 def check_precision(config: TrainConfig, model: ModelConfig, device: Device) -> None:
@@ -54,18 +57,20 @@ def check_precision(config: TrainConfig, model: ModelConfig, device: Device) -> 
     check_choice("precision", config.precision, DTYPES)
     check_choice("moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
     check_choice("moe.experts", config.moe.experts, EXPERTS)
-    _check_loss_scale(config.loss_scale)
+    _check_loss_scale(config.loss_scale, config.precision)
     if model.moe is not None:
         _check_experts(config, model, device)
     if config.fp8.format is not None:
         _check_fp8(config.fp8, config, model)
         _check_fp8_device(config.fp8, config, model, device)
         _check_fp8_sizes(config, model)
-    elif config.fp8.param_gather or config.fp8.first_last_bf16 or config.fp8.pad_routing:
+    elif config.fp8 != Fp8Config():
         raise UserError("fp8: settings without fp8.format; give fp8.format=hybrid, or leave them")
 
 
-def _check_loss_scale(scale: LossScaleConfig) -> None:
+def _check_loss_scale(scale: LossScaleConfig, precision: str) -> None:
+    if precision != "fp16" and scale != LossScaleConfig():
+        raise UserError(f"loss_scale: is for precision=fp16, not {precision}; leave it, or give precision=fp16")
     if not 0 < scale.min <= scale.initial < float("inf"):
         raise UserError(f"loss_scale: initial={scale.initial} must not be below min={scale.min}, and both positive")
     for name in ("window", "hysteresis"):
@@ -115,24 +120,24 @@ def _check_fp8(fp8: Fp8Config, config: TrainConfig, model: ModelConfig) -> None:
             "fp8.first_last_bf16: not with fp8.recipe=delayed, whose scales Megatron reduces for all layers at once; "
             "give another recipe"
         )
+    idle = () if fp8.first_last_bf16 else ("first_bf16", "last_bf16")
+    _check_idle(fp8, idle, "fp8.first_last_bf16=true")
+    _check_idle(fp8, () if fp8.recipe == "delayed" else _DELAYED, "fp8.recipe=delayed")
     per_stage = model.num_layers // config.layout.pp
     for name in ("first_bf16", "last_bf16"):
         if fp8.first_last_bf16 and not 0 <= getattr(fp8, name) <= per_stage:
             raise UserError(
                 f"fp8.{name}={getattr(fp8, name)}: must lie between 0 and the {per_stage} layers of a pipeline stage"
             )
-    if fp8.param_gather:
-        raise UserError(
-            "fp8.param_gather: "
-            + (
-                "with mxfp8 and without overlapped communication the loss becomes NaN (Megatron-LM issue 2272)"
-                if fp8.recipe == "mxfp8"
-                else "main weights would start from Megatron's random ones, not from those that are loaded"
-            )
-            + "; leave it, weights are then kept in bf16"
-        )
     if fp8.pad_routing and config.dropout.expert:
         raise UserError("fp8.pad_routing: adds tokens that dropout.expert does not know; leave one of them")
+
+
+def _check_idle(fp8: Fp8Config, names: Sequence[str], needs: str) -> None:
+    """Settings that would do nothing without another one are left as they are."""
+    for name in names:
+        if getattr(fp8, name) != getattr(Fp8Config(), name):
+            raise UserError(f"fp8.{name}={getattr(fp8, name)}: does nothing without {needs}; give it, or leave {name}")
 
 
 def _check_fp8_device(fp8: Fp8Config, config: TrainConfig, model: ModelConfig, device: Device) -> None:

@@ -40,7 +40,9 @@ class Content:
 
 
 def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
-    """Raw weights of the training domains, and the domains to validate on.
+    """Raw weights of the training domains, and the domains to validate on: by default all of the kind that trains.
+
+    Chats among texts would keep every sequence's documents apart, which costs the fast attention.
 
     `data.blend` comes first: the paper's experts, each of a domain, see several sources.
     """
@@ -50,7 +52,9 @@ def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
         raise UserError(f"epochs={config.epochs} and data.blend: every sequence comes as often; give steps or tokens")
     domains = list_domains(Path(config.data.path))
     blend = config.data.blend or dict.fromkeys([config.domain] if config.domain else domains, 1.0)
-    return blend, config.data.valid or domains
+    kinds = {load_meta(Path(config.data.path), domain)["kind"] for domain in blend}
+    alike = [domain for domain in domains if load_meta(Path(config.data.path), domain)["kind"] in kinds]
+    return blend, config.data.valid or alike
 
 
 def contents_of(config: TrainConfig) -> dict[str, Content]:

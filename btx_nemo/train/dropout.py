@@ -90,8 +90,6 @@ class ExpertDropout:
     def __init__(self, layer: Any, number: int, share: float):
         self.router, self.group, self.number, self.share = layer.router, layer.ep_group, number, share
         self.sources: list[tuple[int, list[int], list[int]]] = []
-        if not hasattr(layer.experts, "local_experts"):
-            raise UserError(f"dropout.expert={share}: not with grouped experts; give moe_grouped_gemm=False")
         layer.router.register_forward_hook(self._remember)
         for expert, mlp in zip(layer.local_expert_indices, layer.experts.local_experts, strict=True):
             mlp.linear_fc2.register_forward_pre_hook(functools.partial(self._drop, expert))

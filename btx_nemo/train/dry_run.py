@@ -6,7 +6,6 @@ import dataclasses
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import normalise_weights
-from btx_nemo.megatron.compat import has_transformer_engine
 from btx_nemo.megatron.parallel import world_size
 from btx_nemo.train.contents import blend_of
 from btx_nemo.train.length import with_steps
@@ -44,8 +43,8 @@ def _stage(config: TrainConfig, prepared: Prepared) -> str:
 
 
 def _parameters(config: TrainConfig, prepared: Prepared) -> dict[str, list[str]]:
-    sizes = parameter_sizes(prepared.source, transformer_engine=has_transformer_engine())
-    rows = grouped(sizes, frozen_names(list(sizes), config.freeze, config.train))
+    sizes = parameter_sizes(prepared.source.model)
+    rows = grouped(sizes, frozen_names(list(sizes), config))
     total = sum(sizes.values())
     sections = {}
     for title, trains in (("trains", True), ("frozen", False)):

@@ -1,30 +1,28 @@
-"""Which parameters a run trains: patterns over their names."""
+"""Which parameters a run trains: `freeze` and `train` on the model that was built."""
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from btx_nemo.errors import UserError
+from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.model import chunks
-from btx_nemo.megatron.platform import device
+from btx_nemo.train.names import local_name
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
-_GROUPED = re.compile(r"(?<=\.mlp\.experts\.)(linear_fc[12]\.weight)(\d+)$")
+_GROUPED = re.compile(r"(?<=^mlp\.experts\.)(linear_fc[12]\.weight)(\d+)$")
 
 
 def global_names(gpt: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters under the names that they have in a model on one rank.
+    """This rank's parameters under the names that they have in a model of Megatron's own layers on one rank.
 
     Megatron counts layers from each pipeline stage's first and experts from each rank's first, grouped experts have
-    names of their own, and the last stage has a copy of a tied embedding under the output layer's name: a pattern must
-    not mean something else in each layout or with each kind of layer.
+    names of their own, Transformer Engine's layers have norms inside the next linear layer, and the last stage has a
+    copy of a tied embedding under the output layer's name: a pattern must not mean something else in each layout or
+    with each kind of layer.
     """
     return {_global_name(chunk, name): value for chunk in chunks(gpt) for name, value in chunk.named_parameters()}
 
@@ -36,35 +34,17 @@ def _global_name(gpt: torch.nn.Module, name: str) -> str:
     if found is None:
         return name
     layer: Any = gpt.get_submodule(name[: found.end()])
-    name = _GROUPED.sub(r"local_experts.\2.\1", name)
-    name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), name)
-    return _LAYER.sub(str(layer.layer_number - 1), name)
+    part = _GROUPED.sub(r"local_experts.\2.\1", name[found.end() + 1 :])
+    part = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), part)
+    return f"decoder.layers.{layer.layer_number - 1}.{local_name(part)}"
 
 
-def freeze(model: torch.nn.Module, patterns: Sequence[str], *, but: Sequence[str] = ()) -> list[str]:
-    """Turns gradients off for every parameter whose global name a pattern matches; returns these on this rank.
-
-    With patterns in `but`, those that none of them matches are frozen as well: only what they name trains.
+def freeze(model: torch.nn.Module, config: TrainConfig) -> None:
+    """Turns gradients off for every parameter that `config` does not train.
 
     Call before the model is wrapped, so that frozen parameters get no gradient buffer, no optimizer state and no weight
-    decay. Raises UserError on all ranks for a pattern that matches nothing on any, and when nothing at all would train.
+    decay. That each pattern matches and something is left to train is known before: `stages.check_trained`.
     """
-    names = global_names(model)
-    frozen = [name for name in names if _matches(name, patterns) or (but and not _matches(name, but))]
-    every = [("freeze", pattern) for pattern in patterns] + [("train", pattern) for pattern in but]
-    hits = [sum(fnmatch.fnmatchcase(name, pattern) for name in names) for _, pattern in every]
-    counts = torch.tensor([*hits, len(names) - len(frozen)], dtype=torch.int64, device=device())
-    dist.all_reduce(counts)
-    *hits, left = counts.tolist()
-    for (key, pattern), count in zip(every, hits):
-        if count == 0:
-            raise UserError(f"{key}: {pattern!r} matches no parameter; names look like {next(iter(names))!r}")
-    if left == 0:
-        raise UserError(f"freeze: {list(patterns)} leaves nothing to train; drop a pattern")
-    for name in frozen:
-        names[name].requires_grad_(False)
-    return frozen
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    for name, parameter in global_names(model).items():
+        if not config.trains(name):
+            parameter.requires_grad_(False)

@@ -7,62 +7,63 @@ import re
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
-from btx_nemo.plan.expr import infer
-from btx_nemo.plan.layout import TensorInfo
-from btx_nemo.train.source import ModelSource
+from btx_nemo.families.base import get_family
+from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.table import fill
 
 _LOCAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Norms, which Transformer Engine's layers have inside the next linear layer, and Megatron's own before it."""
+"""Norms, which checkpoints and Transformer Engine's layers have inside the next linear layer, Megatron's own before."""
 _AFTER = {"post_self_attn_layernorm": "self_attn_bda", "post_mlp_layernorm": "mlp_bda"}
 _BUFFERS = (".router.domain_embeddings",)
 """What a checkpoint holds besides parameters."""
 
 
-def parameter_sizes(source: ModelSource, *, transformer_engine: bool) -> dict[str, int]:
+def parameter_sizes(model: ModelConfig) -> dict[str, int]:
     """Name, as `freeze.global_names` has it, -> elements. The padding of the vocabulary is not counted."""
-    layouts = {name: reader.layout() for name, reader in source.readers.items()}
     sizes: dict[str, int] = {}
-    for key, expression in source.expressions.items():
+    for key, parts, _ in fill(get_family(model.family).table, model):
         if key.endswith(_BUFFERS):
             continue
-        shape = infer(expression, layouts, TensorInfo((), "float32")).shape
-        name = _name(key, transformer_engine)
+        name, size = _name(key), sum(prod(shape) for _, shape in parts)
         if ".experts.experts." not in name:
-            sizes[name] = prod(shape)
+            sizes[name] = size
             continue
-        for expert in range(shape[0]):
-            sizes[name.replace(".experts.experts.", f".experts.local_experts.{expert}.")] = prod(shape[1:])
+        assert model.moe is not None
+        for expert in range(model.moe.num_experts):
+            named = name.replace(".experts.experts.", f".experts.local_experts.{expert}.")
+            sizes[named] = size // model.moe.num_experts
     return sizes
 
 
-def _name(key: str, transformer_engine: bool) -> str:
+def _name(key: str) -> str:
     layer, _, part = key.rpartition("decoder.layers.")[2].partition(".")
     if not key.startswith("decoder.layers."):
         return key
     first, _, rest = part.partition(".")
     if first in _AFTER:
         return f"decoder.layers.{layer}.{_AFTER[first]}.{rest}"
-    return f"decoder.layers.{layer}.{part if transformer_engine else _LOCAL.get(part, part)}"
+    return f"decoder.layers.{layer}.{local_name(part)}"
 
 
-def frozen_names(names: Sequence[str], freeze: Sequence[str], train: Sequence[str]) -> set[str]:
-    """The names that do not train. Raises UserError as `freeze.freeze` does, for a pattern that matches none."""
-    for key, pattern in [("freeze", p) for p in freeze] + [("train", p) for p in train]:
-        if not fnmatch.filter(names, pattern):
+def local_name(part: str) -> str:
+    """A parameter's name within its layer, as Megatron's own layers have it."""
+    return _LOCAL.get(part, part)
+
+
+def frozen_names(names: Sequence[str], config: TrainConfig) -> set[str]:
+    """The names that do not train. Raises UserError for a pattern that matches none, and where nothing trains."""
+    for key, pattern in [("freeze", p) for p in config.freeze] + [("train", p) for p in config.train]:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise UserError(f"{key}: {pattern!r} matches no parameter; names look like {names[0]!r}")
-    frozen = {name for name in names if matches(name, freeze) or (train and not matches(name, train))}
+    frozen = {name for name in names if not config.trains(name)}
     if len(frozen) == len(names):
-        raise UserError(f"freeze: {list(freeze)} leaves nothing to train; drop a pattern")
+        raise UserError(f"freeze: {config.freeze} leaves nothing to train; drop a pattern")
     return frozen
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether any pattern does."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def grouped(sizes: Mapping[str, int], frozen: set[str]) -> list[tuple[str, int, int, bool]]:

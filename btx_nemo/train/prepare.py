@@ -13,12 +13,12 @@ from btx_nemo.config.build import build
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
 from btx_nemo.config.load import read_resolved
-from btx_nemo.config.schema import KERNELS, NO_EFFECT, TrainConfig
+from btx_nemo.config.schema import KERNELS, NO_EFFECT, RECOMPUTE_MODULES, TrainConfig
 from btx_nemo.data.blend import check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.families.sizes import check_sizes
-from btx_nemo.megatron.model import RECOMPUTATION, RECOMPUTE_MODULES
+from btx_nemo.megatron.model import RECOMPUTATION
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
 from btx_nemo.megatron.precision import Device
 from btx_nemo.megatron.preflight import check_precision
@@ -27,9 +27,10 @@ from btx_nemo.train.contents import Content, blend_of, contents_of
 from btx_nemo.train.data_record import check_data_record
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
+from btx_nemo.train.names import parameter_sizes
 from btx_nemo.train.optimizer import check_optim
 from btx_nemo.train.source import ModelSource, fresh_source, open_source, override
-from btx_nemo.train.stages import STAGES, check_stage
+from btx_nemo.train.stages import STAGES, check_kinds, check_stage, check_trained
 from btx_nemo.train.track import check_log
 from btx_nemo.train.watch import check_robust
 
@@ -83,6 +84,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_log(config)
     source = _source(config)
     check_stage(config, source.model)
+    check_trained(config, list(parameter_sizes(source.model)))
     check_dropout(config.dropout, source.model, config.layout)
     ranks = world_size()
     check_layout(config.layout, ranks, source.model)
@@ -95,7 +97,7 @@ def prepare(config: TrainConfig) -> Prepared:
     check_batch(config.layout, seq_length=config.data.seq_length, microbatches=microbatches)
     contents, documents = _check_tokens(config, source)
     out = Path(config.out)
-    _check_out(out, config, balanced=source.model.moe is not None and any(config.router.losses.values()))
+    _check_out(out, config)
     return Prepared(
         out=out, source=source, tokenizer=_tokenizer(config, source), contents=contents, documents=documents
     )
@@ -126,6 +128,7 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> tuple[dict[str, C
     blend, valid = blend_of(config)
     metas = check_data(path, [*blend, *valid], source.model.vocab_size)
     normalise_weights(blend, list_domains(path))
+    check_kinds(config, {metas[domain]["kind"] for domain in blend})
     if not 1 < data.seq_length <= source.model.max_position_embeddings:
         raise UserError(
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "
@@ -149,7 +152,7 @@ def _check_vocabulary(data: Path, source: ModelSource) -> None:
             )
 
 
-def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
+def _check_out(out: Path, config: TrainConfig) -> None:
     """A new folder, or the one of this very run; without a checkpoint it has nothing to agree with."""
     if not out.exists():
         return
@@ -164,10 +167,8 @@ def _check_out(out: Path, config: TrainConfig, balanced: bool) -> None:
         raise UserError(f"{resolved}: damaged; choose another out, or put back the file that the run was started with")
     with contextlib.suppress(UserError):  # settings that are newer than the run had their defaults
         before = dataclasses.asdict(build(TrainConfig, before, where=str(resolved)))
-    # The balance loss is a micro-batch's own, so a mixture with one depends on its size.
-    may_change = MAY_CHANGE if balanced else (*MAY_CHANGE, "micro_batch_size")
     now = dataclasses.asdict(config)
-    fixed = [key for key in now if key in before and key not in may_change]
+    fixed = [key for key in now if key in before and key not in MAY_CHANGE]
     then, now = (flat({key: values[key] for key in fixed}) for values in (before, now))
     for key in {**now, **then}:
         if key not in KERNEL_KEYS and then.get(key) != now.get(key):

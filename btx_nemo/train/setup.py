@@ -38,8 +38,7 @@ def build_trainee(config: TrainConfig, source: ModelSource, *, documents: bool =
         documents=documents,
     )
     load_weights(gpt, source.expressions, source.readers, seed=config.seed)
-    if config.freeze or config.train:
-        freeze(gpt, config.freeze, but=config.train)
+    freeze(gpt, config)
     install_dropout(gpt, config.dropout)
     transformer_config = gpt.config
     modules = chunks(gpt)

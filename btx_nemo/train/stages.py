@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.target import choose_target
 from btx_nemo.routers import router_class
 from btx_nemo.routers.losses import check_loss_names
-from btx_nemo.train.names import matches
+from btx_nemo.train.names import frozen_names
 
 STAGES = ("expert", "mix", "router", "bar_expert", "sft")
 _DENSE = ("expert", "sft")
@@ -45,9 +47,24 @@ def _check_anchor(config: TrainConfig, model: ModelConfig) -> None:
         )
     if config.router.frozen_rows != [0]:
         raise UserError(f"router.frozen_rows={config.router.frozen_rows}: the anchor's row must stay; give [0]")
-    for layer in filter(model.is_mixture, range(model.num_layers)):
-        for name in ("linear_fc1.weight", "linear_fc2.weight"):
-            name = f"decoder.layers.{layer}.mlp.experts.local_experts.0.{name}"
-            trains = not config.train or matches(name, config.train)
-            if trains and not matches(name, config.freeze):
-                raise UserError(f"{name}: would train, but the anchor's expert must stay; mend train or freeze")
+
+
+def check_trained(config: TrainConfig, names: Sequence[str]) -> None:
+    """Raises UserError for a pattern that matches none of the model's parameters, and for what must not train."""
+    frozen = frozen_names(names, config)
+    for name in names:
+        if name in frozen:
+            continue
+        if config.stage == "bar_expert" and ".experts.local_experts.0." in name:
+            raise UserError(f"{name}: would train, but the anchor's expert must stay; mend train or freeze")
+        if config.stage == "router" and ".mlp.router." not in name:
+            raise UserError(
+                f"{name}: would train, but stage=router trains routers alone; give train=[*.mlp.router.*], or stage=mix"
+            )
+
+
+def check_kinds(config: TrainConfig, kinds: Iterable[str]) -> None:
+    """Raises UserError where a stage does not train on data of these kinds (text, chat)."""
+    if config.stage == "sft" and "chat" not in kinds:
+        other = "stage=expert (dense) or stage=mix (a mixture)"
+        raise UserError(f"stage=sft: trains on chats, but all in data.path={config.data.path} is text; give {other}")

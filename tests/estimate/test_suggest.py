@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -40,6 +41,26 @@ def test_new_axes_where_they_help() -> None:
     short = list(candidates(MIXTRAL, 64, global_batch_size=64, seq_length=4096))
     assert not any(setup.layout.cp > 1 for setup in short)
     assert any(setup.layout.vpp > 1 for setup in short) and any(setup.layout.etp > 1 for setup in short)
+
+
+def test_what_is_given_stays() -> None:
+    given = {"tp": 2, "vpp": 1}
+    setups = candidates(MIXTRAL, 64, global_batch_size=1024, seq_length=4096, micro_batch_size=2, given=given)
+    found = suggest(MIXTRAL, setups, 80 * GIB, recomputes=("full",))
+    assert {(s.layout.tp, s.layout.vpp, s.micro_batch_size, s.recompute) for s in (f.setup for f in found)} == {
+        (2, 1, 2, "full")
+    }
+
+
+def test_tensor_parallelism_cuts_dense_widths_and_not_the_experts() -> None:
+    def tried(width: int, dense: int, layers: tuple[int, ...] | None) -> None:
+        moe = MoEConfig(num_experts=8, top_k=2, layers=layers, dense_ffn_hidden_size=dense)
+        check_layout(LayoutConfig(tp=2), 2, dataclasses.replace(MIXTRAL, ffn_hidden_size=width, moe=moe))
+
+    tried(1001, 1000, (0,))
+    tried(1001, 1001, None)
+    with pytest.raises(UserError, match=r"layout.tp=2 does not divide the model's ffn_hidden_size .dense layers.=1001"):
+        tried(1000, 1001, (0,))
 
 
 def test_too_little_memory_says_how_much_it_takes() -> None:
@@ -105,10 +126,12 @@ def test_the_command(commands: CommandServer, folder: Path) -> None:
         (["--ep", "2"], "the model is dense"),
         (["--gpus", "0"], "--gpus 0: must be 1 or more"),
         (["--gpus", "3", "--tp", "2"], "does not divide the 3 ranks"),
-        (["--precision", "fp4"], "--precision fp4: unknown; known: fp32, bf16"),
+        (["--precision", "fp4"], "--precision fp4: unknown; known: fp32, bf16, fp16"),
         (["--micro-batch-size", "3"], "--global-batch-size 1024: must be a multiple of 3"),
         (["--gpus", "8", "--memory-gib", "1"], "no layout fits"),
         (["--gpus", "7", "--memory-gib", "80"], "no layout divides"),
+        (["--gpus", "8", "--memory-gib", "80", "--tp", "3"], "no layout divides"),
+        (["--micro-batch-size", "0"], "--micro-batch-size 0: must be 1 or more"),
     ],
 )
 def test_mistakes(commands: CommandServer, folder: Path, arguments: list[str], message: str) -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from btx_nemo.config.precision import Fp8Config, LossScaleConfig
 from btx_nemo.config.schema import (
     DataConfig,
     DropoutConfig,
-    Fp8Config,
     LayoutConfig,
-    LossScaleConfig,
     MoEOverride,
     OptimConfig,
     TrainConfig,
@@ -240,8 +239,6 @@ REFUSED = [
     ({"moe": {"dispatcher": "flex"}}, Device((9, 0)), "moe.dispatcher=flex: needs DeepEP and GPUs"),
     ({"moe": {"experts": "grouped"}}, CPU, "moe.experts=grouped: grouped layers are Transformer Engine's"),
     # what is known to break
-    ({"fp8": FP8 | {"recipe": "mxfp8", "param_gather": True}}, BLACKWELL, "Megatron-LM issue 2272"),
-    ({"fp8": FP8 | {"param_gather": True}}, HOPPER, "main weights would start from Megatron's random ones"),
     ({"fp8": FP8 | {"recipe": "blockwise"}, "layout": {"tp": 2}}, HOPPER, "Megatron-LM issue 1863"),
     ({"fp8": FP8 | {"first_last_bf16": True}}, HOPPER, "fp8.first_last_bf16: not with fp8.recipe=delayed"),
     ({"fp8": FP8 | {"pad_routing": True}, "moe": {"dispatcher": "allgather"}}, HOPPER, "does not pad for"),
@@ -259,12 +256,21 @@ REFUSED = [
         HOPPER,
         "fp8.last_bf16=3: must lie between 0 and the 2 layers of a pipeline stage",
     ),
-    ({"fp8": {"param_gather": True}}, HOPPER, "fp8: settings without fp8.format"),
+    ({"fp8": {"pad_routing": True}}, HOPPER, "fp8: settings without fp8.format"),
+    ({"fp8": {"recipe": "mxfp8"}}, HOPPER, "fp8: settings without fp8.format"),
+    ({"fp8": FP8 | {"recipe": "tensorwise", "margin": 1}}, HOPPER, "fp8.margin=1: does nothing without fp8.recipe=del"),
+    ({"fp8": FP8 | {"recipe": "blockwise", "wgrad": False}}, HOPPER, "fp8.wgrad=False: does nothing without fp8.reci"),
+    ({"fp8": FP8 | {"last_bf16": 2}}, HOPPER, "fp8.last_bf16=2: does nothing without fp8.first_last_bf16=true"),
+    ({"loss_scale": {"window": 7}}, HOPPER, "loss_scale: is for precision=fp16, not bf16"),
     ({"precision": "fp8"}, HOPPER, "precision=fp8: unknown; known: fp32, bf16, fp16"),
     ({"moe": {"dispatcher": "ring"}}, HOPPER, "moe.dispatcher=ring: unknown; known: alltoall, allgather, flex"),
     ({"moe": {"experts": "te"}}, HOPPER, "moe.experts=te: unknown; known: auto, sequential, grouped"),
-    ({"loss_scale": {"initial": 0.5}}, HOPPER, "loss_scale: initial=0.5 must not be below min=1.0"),
-    ({"loss_scale": {"window": 0}}, HOPPER, "loss_scale.window=0: must be 1 or more"),
+    (
+        {"loss_scale": {"initial": 0.5}, "precision": "fp16"},
+        HOPPER,
+        "loss_scale: initial=0.5 must not be below min=1.0",
+    ),
+    ({"loss_scale": {"window": 0}, "precision": "fp16"}, HOPPER, "loss_scale.window=0: must be 1 or more"),
     # sizes
     ({"fp8": FP8, "layout": {"tp": 8}}, HOPPER, "num_attention_heads x head_dim=64 over 8 ranks is no multiple of 16"),
     ({"fp8": FP8, "layout": {"cp": 4}}, HOPPER, "data.seq_length x micro_batch_size=32 over 4 ranks"),

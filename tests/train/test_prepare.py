@@ -163,7 +163,14 @@ CASES = [
     # the run directory
     ("tiny_expert", ["out={tmp}/foreign"], "out={tmp}/foreign: exists and is no run directory"),
     ("tiny_expert", ["out={tmp}/file"], "out={tmp}/file: exists and is no run directory"),
-    # what only Megatron's model tells
+    # what trains
+    ("tiny_router", ["train=[]"], "embedding.word_embeddings.weight: would train, but stage=router trains routers"),
+    ("tiny_expert", ["stage=sft"], "stage=sft: trains on chats, but all in data.path={data} is text; give stage="),
+    (
+        "tiny_mix",
+        ["init_from=null", FRESH % f"vocab_size:288,{MOE % (2, 'top_k')}", "train=[*.local_experts.4.*]"],
+        "train: '*.local_experts.4.*' matches no parameter",
+    ),
     ("tiny_expert", ["freeze=[no.such]"], "freeze: 'no.such' matches no parameter; names look like"),
     ("tiny_expert", ['freeze=["*"]'], "leaves nothing to train"),
 ]
@@ -266,5 +273,9 @@ def test_a_setting_that_is_newer_than_a_run_had_its_default(
     resolved.write_text("".join(line for line in lines if "  eps:" not in line and "document_mask:" not in line))
     again = commands.run(*arguments)
     assert again.code == 0, again.err
-    other = commands.run(*arguments, "optim.eps=1e-6")
-    assert other.code == 2 and "was started with optim.eps=1e-08, now optim.eps=1e-06" in other.err
+    for override, told in (
+        ("optim.eps=1e-6", "was started with optim.eps=1e-08, now optim.eps=1e-06"),
+        ("micro_batch_size=1", "was started with micro_batch_size=2, now micro_batch_size=1"),
+    ):
+        other = commands.run(*arguments, override)
+        assert other.code == 2 and told in other.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from btx_nemo.mix.run import run_mix
 from btx_nemo.train.contents import blend_of
 from btx_nemo.train.names import frozen_names, grouped, parameter_sizes
 from btx_nemo.train.source import open_source
-from btx_nemo.train.stages import check_stage
+from btx_nemo.train.stages import check_stage, check_trained
 
 GIVEN = [
     "domain=math",
@@ -65,8 +67,8 @@ TABLE |= {f"tiny_{name}": row for name, row in TABLE.items()} | {"flexolmo_exper
 def test_what_trains_is_bars_table(pair: Path, name: str) -> None:
     expected = golden("bar.freeze_table")["expected"][TABLE[name]]
     settings = config(name)
-    sizes = parameter_sizes(open_source(pair), transformer_engine=False)
-    frozen = frozen_names(list(sizes), settings.freeze, settings.train)
+    sizes = parameter_sizes(open_source(pair).model)
+    frozen = frozen_names(list(sizes), settings)
     for part, belongs in PARTS.items():
         states = {member not in frozen for member in sizes if belongs(member)}
         assert states == {expected[part]} or (part == "lm_head" and not states), part
@@ -85,6 +87,22 @@ def test_a_domain_s_expert_may_see_several_sources(world: TinyWorld) -> None:
 
     assert seen("domain=math") == {"math": 1.0}
     assert seen("domain=numbers", "data.blend={math: 3, code: 1}") == {"math": 3.0, "code": 1.0}
+
+
+def test_by_default_domains_of_the_kind_that_trains_are_validated(world: TinyWorld, tmp_path: Path) -> None:
+    """Chats beside text would keep the documents of a text run apart."""
+    for name, kind in (("math", "text"), ("code", "text"), ("talk", "chat")):
+        shutil.copytree(world.data / "math", tmp_path / name)
+        meta = json.loads((tmp_path / name / "meta.json").read_text())
+        (tmp_path / name / "meta.json").write_text(json.dumps({**meta, "domain": name, "kind": kind}))
+
+    def validated(*overrides: str) -> list[str]:
+        words = [f"data.path={tmp_path}", "steps=1", *overrides]
+        return sorted(blend_of(read_train_config(load("train", "tiny_expert", words), ""))[1])
+
+    assert validated("domain=math") == ["code", "math"]
+    assert validated("domain=talk") == ["talk"]
+    assert validated("domain=math", "data.valid=[talk]") == ["talk"]
 
 
 def test_the_papers_other_numbers() -> None:
@@ -124,11 +142,17 @@ def test_what_a_paper_does_not_give_is_asked_for(name: str) -> None:
     ],
 )
 def test_a_stage_of_bar_does_not_touch_the_anchor(pair: Path, overrides: list[str], message: str) -> None:
-    model = open_source(pair).model
-    check_stage(config("bar_midtrain"), model)
-    check_stage(config("bar_midtrain", "train=[]", "freeze=[*.local_experts.0.*]"), model)
+    source = open_source(pair)
+    names = list(parameter_sizes(source.model))
+
+    def check(*overrides: str) -> None:
+        check_stage(config("bar_midtrain", *overrides), source.model)
+        check_trained(config("bar_midtrain", *overrides), names)
+
+    check()
+    check("train=[]", "freeze=[*.local_experts.0.*]")
     with pytest.raises(UserError, match=message):
-        check_stage(config("bar_midtrain", *overrides), model)
+        check(*overrides)
 
 
 def test_a_stage_says_which_models_it_trains(tmp_path: Path) -> None:
@@ -146,17 +170,17 @@ def test_a_stage_says_which_models_it_trains(tmp_path: Path) -> None:
 def test_names_and_sizes_are_those_of_the_model_that_is_built(ranks: RankPool, tmp_path: Path, name: str) -> None:
     folder = make_model(tmp_path / "hf", name)
     (built,) = ranks.run(train_jobs.parameter_counts, str(folder), ranks=1)
-    assert parameter_sizes(open_source(folder), transformer_engine=False) == built
+    assert parameter_sizes(open_source(folder).model) == built
 
 
 def test_a_routers_own_parameters_have_names_too(ranks: RankPool, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", "mixtral")
-    names = parameter_sizes(open_source(folder, MoEOverride(router="noisy_top_k")), transformer_engine=False)
+    names = parameter_sizes(open_source(folder, MoEOverride(router="noisy_top_k")).model)
     assert {name.split(".router.")[1] for name in names if ".router." in name} == {"weight", "noise_weight"}
 
 
 def test_what_is_alike_is_one_line(tmp_path: Path) -> None:
-    sizes = parameter_sizes(open_source(make_model(tmp_path / "hf", "mixtral")), transformer_engine=False)
+    sizes = parameter_sizes(open_source(make_model(tmp_path / "hf", "mixtral")).model)
     rows: list[tuple[Any, ...]] = grouped(sizes, {name for name in sizes if ".local_experts.2." in name})
     assert sum(row[2] for row in rows) == sum(sizes.values())
     experts = {row[0].split(".experts.")[1]: row[1:] for row in rows if ".mlp.experts." in row[0]}
@@ -169,8 +193,11 @@ def test_what_is_alike_is_one_line(tmp_path: Path) -> None:
 
 
 def test_patterns_that_match_nothing_or_everything_are_refused() -> None:
+    def frozen(*overrides: str) -> set[str]:
+        return frozen_names(["a.b", "c.d"], config("tiny_mix", *overrides))
+
     with pytest.raises(UserError, match=r"train: 'x' matches no parameter; names look like 'a.b'"):
-        frozen_names(["a.b", "c.d"], [], ["x"])
+        frozen("train=[x]")
     with pytest.raises(UserError, match="leaves nothing to train"):
-        frozen_names(["a.b", "c.d"], ["*"], [])
-    assert frozen_names(["a.b", "c.d"], ["a.*"], []) == frozen_names(["a.b", "c.d"], [], ["c.*"]) == {"a.b"}
+        frozen("freeze=['*']")
+    assert frozen("freeze=[a.*]") == frozen("train=[c.*]") == {"a.b"}

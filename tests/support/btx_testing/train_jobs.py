@@ -146,17 +146,6 @@ def cost(model: str, layout: dict[str, int], options: dict[str, Any]) -> dict[st
         }
 
 
-def user_error_of_freeze(model: str, layout: dict[str, int], patterns: list[str]) -> str:
-    """The text of the UserError that building a trainee raises on this rank."""
-    from btx_nemo.errors import UserError
-
-    try:
-        with trainee(model, layout, {"freeze": patterns}):
-            return ""
-    except UserError as error:
-        return str(error)
-
-
 def learning_rates(options: dict[str, Any], count: int) -> tuple[list[float], list[float]]:
     """Rates of a weight and of a router before each of the first `count` steps, and after the last.
 
