@@ -24,6 +24,7 @@ from btx_nemo.megatron.precision import Device
 from btx_nemo.megatron.preflight import check_precision
 from btx_nemo.train.checkpoint import LATEST
 from btx_nemo.train.contents import Content, blend_of, contents_of
+from btx_nemo.train.data_record import check_data_record
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
 from btx_nemo.train.names import parameter_sizes
@@ -158,7 +159,8 @@ def _check_out(out: Path, config: TrainConfig) -> None:
     resolved = out / "resolved.yaml"
     if not out.is_dir() or (not resolved.exists() and any(_foreign(path) for path in out.iterdir())):
         raise UserError(f"out={out}: exists and is no run directory; choose another")
-    if not resolved.exists() or not (out / LATEST).exists():
+    saved = (out / LATEST).exists() or any((out / "checkpoints").glob("step_*"))
+    if not resolved.exists() or not saved:
         return
     before = read_resolved(resolved)
     if before is None:
@@ -174,6 +176,7 @@ def _check_out(out: Path, config: TrainConfig) -> None:
                 f"out={out}: was started with {key}={then.get(key)}, now {key}={now.get(key)}; "
                 "resume with the old value, or choose another out"
             )
+    check_data_record(out, config)
 
 
 def _foreign(path: Path) -> bool:

@@ -22,6 +22,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
 from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, on_first_rank
 from btx_nemo.train.contents import blend_of
+from btx_nemo.train.data_record import record_data
 from btx_nemo.train.failure import first_cause, forget
 from btx_nemo.train.hang import HangDetector, timeout_minutes
 from btx_nemo.train.length import with_steps
@@ -114,6 +115,7 @@ class Run:
         with disk_errors(self.out):
             forget(self.out)
             save_resolved(self.config, self.out / "resolved.yaml")
+            record_data(self.out, self.config)
 
     def go(self) -> None:
         """From the last checkpoint, where there is one, to the end."""
