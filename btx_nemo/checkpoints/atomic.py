@@ -14,11 +14,13 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.plan.progress import human_bytes
+from btx_nemo.processes import started
 
 _counter = itertools.count()
 TEMPORARY = re.compile(r"\..+\.((tmp|old)-[^/]+|partial)")
 """Names of folders that are being written, or were when a process died: never a checkpoint."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk, or a quota, that is full."""
 _USERS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG)
 
 
@@ -51,7 +53,7 @@ def disk_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise UserError(f"{out}: the disk became full; free space or choose another place") from None
         if error.errno in _USERS:
             where = error.filename or out
@@ -72,7 +74,7 @@ def atomic_dir(out: str | Path, needed_bytes: int = 0, overwrite: bool = False) 
     out = Path(os.path.abspath(out))
     if not overwrite or out.is_symlink() or not out.is_dir():
         refuse_existing(out)
-    tag = f"{_host()}-{os.getpid()}-{_started(os.getpid())}-{next(_counter)}"
+    tag = f"{_host()}-{os.getpid()}-{started(os.getpid())}-{next(_counter)}"
     temporary, old = (out.parent / f".{out.name}.{kind}-{tag}" for kind in ("tmp", "old"))
     with disk_errors(out):
         if out.parent.is_dir():
@@ -99,33 +101,12 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
 
 
-def _started(pid: int) -> str:
-    """When a process began, in clock ticks since boot: tells a process from a later one with the same number."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rsplit(")", 1)[1].split()[19]
-    except (OSError, IndexError):
-        return "0"
-
-
 def _remove_stale(out: Path) -> None:
     pattern = re.compile(re.escape(f".{out.name}.") + "(?:tmp|old)-" + re.escape(f"{_host()}-") + r"(\d+)-(\d+)-\d+")
     for entry in os.scandir(out.parent):
         match = pattern.fullmatch(entry.name)
-        if match and entry.is_dir(follow_symlinks=False):
-            pid, started = int(match[1]), match[2]
-            if not _alive(pid) or _started(pid) != started:
-                shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        if match and entry.is_dir(follow_symlinks=False) and started(int(match[1])) != match[2]:
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def fsync_dir(path: Path) -> None:

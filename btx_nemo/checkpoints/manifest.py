@@ -17,7 +17,8 @@ from btx_nemo.errors import UserError
 MANIFEST = "manifest.json"
 VERSION = 1
 EDITABLE = (".json", ".jinja", ".txt", ".md", ".yaml")
-"""Kinds of files that people change afterwards (a chat template, generation settings): only their presence is held."""
+"""Kinds of files that people change afterwards (a chat template, generation settings): only their presence is held,
+except in a training checkpoint."""
 
 
 def write_manifest(
@@ -61,6 +62,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     files = table.get("files")
     if table.get("manifest_version") != VERSION or not isinstance(files, dict):
         raise UserError(f"{path}: not a manifest of version {VERSION}; was it written by another version?")
+    editable = _editable(table)
     for name, facts in files.items():
         at = folder / name
         if os.path.isabs(name) or ".." in Path(name).parts:
@@ -68,9 +70,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not at.is_file():
             raise UserError(f"{at}: missing, but named in {MANIFEST}; copy the folder again")
         size = at.stat().st_size
-        if size != facts.get("size") and at.suffix not in EDITABLE:
+        if size != facts.get("size") and at.suffix not in editable:
             raise UserError(f"{at}: {size} bytes, but {MANIFEST} says {facts.get('size')}; copy the folder again")
     return table
+
+
+def _editable(table: Mapping[str, Any]) -> tuple[str, ...]:
+    return () if table.get("kind") == "checkpoint" else EDITABLE
 
 
 def sha256_of(path: Path) -> str:
@@ -85,10 +91,11 @@ def sha256_of(path: Path) -> str:
 def verify_checksums(folder: Path, table: Mapping[str, Any], *, part: int = 0, parts: int = 1) -> int:
     """Compare files of a folder with the checksums in its manifest, every `parts`-th from `part` on; returns how many.
 
-    Raises UserError at the first that differs. Files that people edit, and manifests without checksums, have none.
+    Raises UserError at the first that differs. Files that people edit, and manifests without checksums, are left out.
     """
     named = sorted(name for name, facts in table["files"].items() if "sha256" in facts)
-    mine = [name for name in named[part::parts] if Path(name).suffix not in EDITABLE]
+    editable = _editable(table)
+    mine = [name for name in named[part::parts] if Path(name).suffix not in editable]
     for name in mine:
         if sha256_of(folder / name) != table["files"][name]["sha256"]:
             raise UserError(

@@ -51,12 +51,14 @@ def archive_of(shape: tuple[int, ...], dtype: str) -> Archive:
     local = raw[data.header_offset : data.header_offset + 30]
     start = data.header_offset + 30 + int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
     tail = bytes(raw[start + zeros.nbytes :])
-    return Archive(bytes(raw[:start]), tail, zeros.nbytes, _places(tail, data.CRC.to_bytes(4, "little")))
+    return Archive(bytes(raw[:start]), tail, zeros.nbytes, _places(tail, data))
 
 
-def _places(tail: bytes, checksum: bytes) -> tuple[int, ...]:
-    """Behind the signatures of the data's descriptor and of the entries of the directory."""
-    return tuple(at for at in range(len(tail) - 3) if tail[at : at + 4] == checksum)
+def _places(tail: bytes, data: zipfile.ZipInfo) -> tuple[int, ...]:
+    """In the descriptor right behind the data, and in the data's entry of the directory, 30 bytes before its name."""
+    places = (4, tail.rindex(data.filename.encode()) - 30)
+    assert all(tail[at : at + 4] == data.CRC.to_bytes(4, "little") for at in places)
+    return places
 
 
 def checksum_of(data: memoryview, before: int = 0) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import pickle
 from collections.abc import Mapping
@@ -52,10 +53,6 @@ class PlacedChunk:
         """Put it behind byte `end` of a file, its elements on a page; returns where it ends."""
         self.file, self.start = file, end + (-(end + len(self.archive.head)) % PAGE)
         return self.start + self.archive.length
-
-    def holds(self, block: Box) -> bool:
-        """Whether a block is one of its own."""
-        return all(low <= a and b <= high for (a, b), (low, high) in zip(block, self.box, strict=True))
 
     def offset(self, block: Box) -> int:
         """The byte of the file where a block begins."""
@@ -109,7 +106,8 @@ class DistSink:
         return self._chunk(target, box).offset(box)
 
     def _chunk(self, target: str, block: Box) -> PlacedChunk:
-        return next(chunk for chunk in self._chunks[target] if chunk.holds(block))
+        chunks = self._chunks[target]  # in order, each contiguous
+        return chunks[bisect.bisect_right(chunks, _origin(block), key=lambda chunk: _origin(chunk.box)) - 1]
 
     def write(self, target: str, box: Box, tensor: torch.Tensor) -> None:
         """Write one block, and with a chunk's first and last what stands around its elements."""
@@ -179,3 +177,7 @@ def _spread(targets: Mapping[str, TensorInfo], files: int) -> dict[str, str]:
         sizes[number] += info.nbytes
         place[name] = f"__0_{number}.distcp"
     return place
+
+
+def _origin(box: Box) -> tuple[int, ...]:
+    return tuple(low for low, _ in box)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.checkpoints.atomic import write_file
+from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.errors import EnvironmentLacks, UserError
 
 
@@ -115,3 +116,14 @@ def save_resolved(config: Any, path: Path) -> None:
     import yaml
 
     write_file(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def read_resolved(path: Path) -> dict[str, Any] | None:
+    """What `save_resolved` wrote; None where it is damaged. Raises UserError where it is no file that can be read."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(read_regular(path, 1 << 20))
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) else None

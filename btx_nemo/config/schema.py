@@ -143,7 +143,7 @@ class CheckpointConfig:
     every: int = 0
     """Steps between checkpoints; 0 for one at the end only (and one when stopped early)."""
     keep: int = 2
-    """Complete checkpoints kept; older ones are removed."""
+    """Complete checkpoints kept, 1 or more; older ones are removed."""
     asynchronous: bool = False
     """Write in the background, while training goes on; the one on request and the last are waited for."""
     optimizer: bool = True

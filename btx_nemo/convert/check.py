@@ -33,17 +33,24 @@ def check_result(source: Source, folder: Path, mode: str, target: Target | None 
     if mode == "false":
         return "not verified: verify=false"
     result = open_unfinished(folder, "result")
-    found = [_check_tensors(target.view(source) if target else source, result)]
+    exact = target is None or target.exact
+    found = [_check_tensors(target.view(source) if target else source, result, exact)]
     if mode != "tensors":
-        found.append(_check_logits(source, result, mode, target is None or target.exact))
+        found.append(_check_logits(source, result, mode, exact))
     return "verified: " + "; ".join(found)
 
 
-def _check_tensors(source: Source, result: Source) -> str:
+def _check_tensors(source: Source, result: Source, exact: bool) -> str:
     layouts = source.layout(), result.layout()
-    missing = sorted(layouts[0].keys() ^ layouts[1].keys())
-    if missing:
-        return f"tensors not compared, since only one has {missing[0]}"
+    alone = sorted(layouts[0].keys() ^ layouts[1].keys())
+    if alone and exact:
+        which = "source" if alone[0] in layouts[0] else "result"
+        raise CheckFailed(
+            f"{source.folder}: read back from the result, {len(alone)} tensors are on one side alone; the first is "
+            f"{alone[0]}, which only the {which} has; nothing was kept"
+        )
+    if alone:
+        return f"tensors not compared, since only one has {alone[0]} and the target was not to be exact"
     found = compare_tensors(source, result, cast=True)
     if found is not None:
         raise CheckFailed(

@@ -60,7 +60,7 @@ class Passes:
 class Blend:
     """Items of several `Passes` by weight, in the order of Megatron's blending. `datasets` is filled in later.
 
-    Items that are dicts have the `dataset_id` of theirs as well.
+    Where there are several, items that are dicts have the `dataset_id` of theirs as well.
     """
 
     def __init__(self, weights: Sequence[float], size: int):
@@ -79,7 +79,8 @@ class Blend:
 
     def __getitem__(self, index: int) -> Any:
         which = int(self._which[index])
-        return _labelled(self.datasets[which][int(self._item[index])], which)
+        item = self.datasets[which][int(self._item[index])]
+        return _labelled(item, which) if len(self.datasets) > 1 else item
 
     def origin(self, index: int) -> tuple[int, Any, int]:
         """As `Passes.origin`."""

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
 
+from btx_nemo.config.load import read_resolved
+from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
 from btx_nemo.launch.logs import last_words, plain, tail
 
@@ -164,10 +165,10 @@ def newest_record(run: Path, key: str = "loss") -> dict[str, Any] | None:
 
 def _settings(run: Path) -> dict[str, int]:
     try:
-        values = yaml.safe_load((run / "resolved.yaml").read_text())
+        values = read_resolved(run / "resolved.yaml") or {}
         tokens = values["global_batch_size"] * values["data"]["seq_length"]
         return {"steps": int(values["steps"]), "tokens_per_step": int(tokens)}
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError):
+    except (UserError, OSError, TypeError, KeyError, ValueError, ArithmeticError):
         return {}
 
 

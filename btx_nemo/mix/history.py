@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from btx_nemo.checkpoints.files import read_json, read_regular
+from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST
+from btx_nemo.config.load import read_resolved
 from btx_nemo.errors import UserError
 from btx_nemo.families.source import Source, find_checkpoint
 from btx_nemo.mix.config import MixConfig
@@ -50,11 +49,7 @@ def made_from(folder: Path) -> Path:
         resolved = folder.parent.parent / RESOLVED
         if not resolved.is_file():
             break
-        try:
-            settings = yaml.safe_load(read_regular(resolved, 1 << 20))
-        except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-            break
-        before = settings.get("init_from") if isinstance(settings, dict) else None
+        before = (read_resolved(resolved) or {}).get("init_from")
         if not isinstance(before, str) or not Path(before).is_dir():
             break
         folder = find_checkpoint(Path(before)) or Path(before)

@@ -33,10 +33,14 @@ def latest_checkpoint(out: Path) -> Path | None:
 
 
 def _find_latest(out: Path) -> Path | None:
-    if not (out / LATEST).exists():
-        return None
-    folder = find_checkpoint(out)
-    assert folder is not None
+    if (out / LATEST).exists():
+        folder = find_checkpoint(out)
+        assert folder is not None
+    else:  # lost, or of a run that was killed as it saved for the first time: what has its name is complete
+        complete = sorted((out / "checkpoints").glob("step_*"))
+        if not complete:
+            return None
+        folder = complete[-1]
     read_manifest(folder)
     return folder
 

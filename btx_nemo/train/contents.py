@@ -66,7 +66,7 @@ def contents_of(config: TrainConfig) -> dict[str, Content]:
     """The content of each training domain.
 
     Raises:
-        UserError: a share that is none, unknown or damaged data, or a domain without a single sequence.
+        UserError: a share that is none, unknown or damaged data, or, with `epochs`, a domain without a single sequence.
     """
     data = config.data
     if not 0 < data.sample <= 1:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from btx_nemo.errors import BtxError, RankFailed, Stopped
+from btx_nemo.checkpoints.atomic import FULL
+from btx_nemo.errors import BtxError, RankFailed, Stopped, UserError
 
 CAUSE = "failure.json"
 LOST = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection refused|timed out|remote process exited|socket error", re.I
 )
-"""What a collective says on the ranks that are still there."""
+"""What a collective says on the ranks that are still there; it is no OSError, as a file system's time-out is."""
 PATIENCE = 3.0
 """Seconds in which the rank that failed has said why, before another one says that it was lost."""
 
@@ -43,10 +44,10 @@ def claim(out: Path, rank: int, cause: str) -> bool:
 
 
 @contextlib.contextmanager
-def first_cause(out: Path, rank: int, where: Callable[[], str]) -> Iterator[None]:
+def first_cause(out: Path, rank: int, ranks: int, where: Callable[[], str]) -> Iterator[None]:
     """Turns what ends a rank into RankFailed, one line with the first cause, told by one rank; a traceback in a file.
 
-    `where` says how far the run is. Errors of ours pass as they are.
+    `where` says how far the run is. Errors of ours pass as they are, and a full disk becomes a UserError.
     """
     try:
         yield
@@ -56,9 +57,13 @@ def first_cause(out: Path, rank: int, where: Callable[[], str]) -> Iterator[None
         claim(out, rank, str(error))
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            line = f"{error.filename or out}: {error.strerror}; free space and run the same command again"
+            claim(out, rank, line)
+            raise UserError(f"{line}; the last checkpoint is as it was") from error
         text = " ".join(str(error).split("\n")[0].split())[:300]
         at = f"rank {rank} on {socket.gethostname()}, after {where()}"
-        if LOST.search(str(error)):
+        if ranks > 1 and not isinstance(error, OSError) and LOST.search(str(error)):
             first = not _told(out) and claim(out, rank, f"{at}: lost another rank")
             line = f"{out}: {at}: another rank was lost (killed, out of memory, its node down?): {text}"
         else:

@@ -39,6 +39,7 @@ class HangDetector:
         """What ended last."""
         self._at = time.monotonic()
         self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang detector", daemon=True)
 
     def beat(self, what: str) -> None:
         """Something ended: a step, a validation, a checkpoint."""
@@ -47,12 +48,13 @@ class HangDetector:
     def __enter__(self) -> HangDetector:
         if self.seconds:
             self.beat("the start")
-            threading.Thread(target=self._watch, name="hang detector", daemon=True).start()
+            self._thread.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._ended.set()
         if self.seconds:
+            self._thread.join()  # else it could arm the timer once more
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:

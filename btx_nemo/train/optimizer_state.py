@@ -67,6 +67,8 @@ def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) 
     for scaler in _scalers(optimizer):
         _set_loss_scale(scaler, states["loss_scale"])
     for number, part in enumerate(_parts(optimizer)):
+        if not any(buffer.param_index_map for buffer in part.buffers):
+            continue  # nothing of it trains on this rank; Megatron's checkpoints keep no empty tables
         moments = list(_torch_moments(part))
         for moment in moments:  # Megatron looks for a tensor for every entry, and has none for the step counter
             del moment["step"]

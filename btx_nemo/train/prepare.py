@@ -6,16 +6,13 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
-from btx_nemo.checkpoints.files import read_regular
 from btx_nemo.checkpoints.tokenizer_files import tokenizer_files, vocabulary
 from btx_nemo.config.build import build
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
+from btx_nemo.config.load import read_resolved
 from btx_nemo.config.schema import KERNELS, NO_EFFECT, RECOMPUTE_MODULES, TrainConfig
 from btx_nemo.data.blend import check_blend_kinds, check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
@@ -25,7 +22,9 @@ from btx_nemo.megatron.model import RECOMPUTATION
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
 from btx_nemo.megatron.precision import Device
 from btx_nemo.megatron.preflight import check_precision
+from btx_nemo.train.checkpoint import LATEST
 from btx_nemo.train.contents import Content, blend_of, contents_of
+from btx_nemo.train.data_record import check_data_record
 from btx_nemo.train.dropout import check_dropout
 from btx_nemo.train.lock import LOCK
 from btx_nemo.train.names import parameter_sizes
@@ -68,7 +67,6 @@ def prepare(config: TrainConfig) -> Prepared:
         ("steps", config.steps),
         ("eval_every", config.eval_every),
         ("checkpoint.every", config.checkpoint.every),
-        ("checkpoint.keep", config.checkpoint.keep),
     ):
         if not 0 <= value < float("inf"):
             raise UserError(f"{name}={value}: must not be negative")
@@ -79,6 +77,8 @@ def prepare(config: TrainConfig) -> Prepared:
             f"steps={config.steps} x global_batch_size={config.global_batch_size}: Megatron's sample index holds fewer "
             f"than {2**31} sequences; lower one of them"
         )
+    if config.checkpoint.keep < 1:
+        raise UserError(f"checkpoint.keep={config.checkpoint.keep}: must be 1 or more")
     check_optim(config)
     check_robust(config)
     check_log(config)
@@ -156,19 +156,17 @@ def _check_vocabulary(data: Path, source: ModelSource) -> None:
 
 
 def _check_out(out: Path, config: TrainConfig) -> None:
-    """A new folder, or the one of this very run."""
+    """A new folder, or the one of this very run; without a checkpoint it has nothing to agree with."""
     if not out.exists():
         return
     resolved = out / "resolved.yaml"
     if not out.is_dir() or (not resolved.exists() and any(_foreign(path) for path in out.iterdir())):
         raise UserError(f"out={out}: exists and is no run directory; choose another")
-    if not resolved.exists():
+    saved = (out / LATEST).exists() or any((out / "checkpoints").glob("step_*"))
+    if not resolved.exists() or not saved:
         return
-    try:
-        before: Any = yaml.safe_load(read_regular(resolved, 1 << 20))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        before = None
-    if not isinstance(before, dict):
+    before = read_resolved(resolved)
+    if before is None:
         raise UserError(f"{resolved}: damaged; choose another out, or put back the file that the run was started with")
     with contextlib.suppress(UserError):  # settings that are newer than the run had their defaults
         before = dataclasses.asdict(build(TrainConfig, before, where=str(resolved)))
@@ -181,6 +179,7 @@ def _check_out(out: Path, config: TrainConfig) -> None:
                 f"out={out}: was started with {key}={then.get(key)}, now {key}={now.get(key)}; "
                 "resume with the old value, or choose another out"
             )
+    check_data_record(out, config)
 
 
 def _foreign(path: Path) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from btx_nemo.checkpoints.atomic import write_file
+from btx_nemo.checkpoints.atomic import disk_errors, write_file
 from btx_nemo.config.load import save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
@@ -20,8 +20,9 @@ from btx_nemo.data.sampler import batches, num_microbatches
 from btx_nemo.errors import CheckFailed, Stopped, UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.megatron.parallel import parallel_state
-from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint
+from btx_nemo.train.checkpoint import latest_checkpoint, load_checkpoint, on_first_rank
 from btx_nemo.train.contents import blend_of
+from btx_nemo.train.data_record import record_data
 from btx_nemo.train.failure import first_cause, forget
 from btx_nemo.train.hang import HangDetector, timeout_minutes
 from btx_nemo.train.length import with_steps
@@ -52,19 +53,10 @@ def train(config: TrainConfig) -> None:
     groups = parallel_state(config.layout, seed=config.seed, timeout_minutes=timeout_minutes(config.robust))
     with claimed(prepared.out) as made, groups, StopRequest() as stop:
         run = Run(config, prepared, stop)
-        with first_cause(run.out, run.rank, lambda: run.hang.last), run.hang:
-            try:
-                run.build()
-            except UserError:
-                if made:  # what only building could find out: leave nothing that the next try has to agree with
-                    away = prepared.out.with_name(f".{prepared.out.name}.old-{os.getpid()}")
-                    prepared.out.rename(away)  # at once: another rank may be telling of its failure in it
-                    shutil.rmtree(away, ignore_errors=True)
-                raise
-            try:
-                run.go()
-            finally:
-                run.saver.abandon()
+        with first_cause(run.out, run.rank, dist.get_world_size(), lambda: run.hang.last):
+            with run.hang:
+                run.train(made)
+            run.finish()  # however long an export takes
 
 
 class Run:
@@ -79,13 +71,25 @@ class Run:
         self.watch = Watch(config.robust)
         self.saver = Saver(self.out, config.checkpoint, self.model, prepared.tokenizer)
         self.hang = HangDetector(self.out, self.rank, config.robust.hang_seconds)
-        if self.first:
-            forget(self.out)
-            save_resolved(config, self.out / "resolved.yaml")
-        dist.barrier()
+
+    def train(self, made: bool) -> None:
+        """Builds and trains. A new folder (`made`) goes again when only building could find out what is wrong."""
+        try:
+            self.build()
+        except UserError:
+            if made:
+                away = self.out.with_name(f".{self.out.name}.old-{os.getpid()}")
+                self.out.rename(away)  # at once: another rank may be telling of its failure in it
+                shutil.rmtree(away, ignore_errors=True)
+            raise
+        try:
+            self.go()
+        finally:
+            self.saver.abandon()
 
     def build(self) -> None:
-        """Datasets and model."""
+        """Datasets and model, after what an earlier start said of itself has gone."""
+        on_first_rank(self._begin)
         config = self.config
         blend, valid = blend_of(config)
         self.domains = list(blend)
@@ -106,6 +110,12 @@ class Run:
         self.hang.beat("opening the data")
         self.trainee = build_trainee(config, self.prepared.source, documents=self.prepared.documents)
         self.hang.beat("building the model")
+
+    def _begin(self) -> None:
+        with disk_errors(self.out):
+            forget(self.out)
+            save_resolved(self.config, self.out / "resolved.yaml")
+            record_data(self.out, self.config)
 
     def go(self) -> None:
         """From the last checkpoint, where there is one, to the end."""
@@ -129,7 +139,6 @@ class Run:
                 self._save(0, wait=True)
             for _ in self.steps(step):
                 pass
-        self._finish()
 
     def reporting(self, step: int) -> Report:
         """Opens what the run writes to, beside checkpoints."""
@@ -216,12 +225,12 @@ class Run:
         self.saver.save(self.trainee, progress, last=last, wait=wait or last)
         self.hang.beat(f"the checkpoint of step {step}")
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Exports when asked, then writes DONE: a killed run that lacks it does this again. The other ranks go home."""
         if self.first:
             if self.config.export:
                 export = self.out / "hf"
                 if export.exists():  # of a run that was killed between the export and DONE
                     shutil.rmtree(export)
-                export_hf(self.out, export)
+                self.report.say(f"{export}: {export_hf(self.out, export)}")
             write_file(self.out / "DONE", json.dumps({"step": self.config.steps}) + "\n")

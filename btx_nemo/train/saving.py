@@ -6,7 +6,6 @@ Layout: `out`/checkpoints/step_00000100/ and `out`/latest, which names the newes
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import traceback
@@ -19,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from btx_nemo.checkpoints.atomic import TEMPORARY, fsync_dir, fsync_tree, write_file
+from btx_nemo.checkpoints.atomic import FULL, TEMPORARY, fsync_dir, fsync_tree, write_file
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.config.schema import CheckpointConfig
@@ -32,10 +31,10 @@ from btx_nemo.train.checkpoint import LATEST, on_first_rank, state_of
 from btx_nemo.train.step import Trainee
 from btx_nemo.train.writer import Handed, Writer
 
-FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "inline_container.cc")
-"""What the traceback of a failed write holds; the last is torch's zip writer, which does not say why."""
+SIGNS = tuple(os.strerror(number) for number in FULL)
+"""What the traceback of a failed write holds, where the disk is full and whoever failed says so."""
 LITTLE = 1 << 20
-"""Free bytes of a disk that is full."""
+"""Bytes that a disk which is full has no room for."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class Saver:
         It is written beside its place and renamed when all ranks are done and all bytes are on disk, so that a kill or
         a full disk at any moment leaves the previous one as it was. That is waited for with `wait`, or where nothing
         is asynchronous; else `poll` sees to it. The run's `last` has no optimizer where the configuration says so.
-        `progress` holds plain numbers and lists of them. Raises UserError on every rank when the disk is full.
+        `progress` holds plain numbers and lists of them. Raises UserError when the disk is full: on the rank that
+        meets it while it plans, on every rank from then on.
         """
         self.finish()
         optimizer = self.config.optimizer or not last
@@ -104,7 +104,7 @@ class Saver:
         on_first_rank(lambda: self._publish(pending, known))
 
     def abandon(self) -> None:
-        """Ends the writer of a run that fails; what it wrote stays behind as what is none, until the next start."""
+        """Ends the writer of a run that fails; what it wrote stays behind as what is none, until the next save."""
         if self._pending is not None:
             self._pending.writer.kill()
 
@@ -117,9 +117,11 @@ class Saver:
         partial = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         with _full_disk_named(partial):
             final.parent.mkdir(parents=True, exist_ok=True)
+            if final.exists():
+                _hide(final)
             for leftover in final.parent.iterdir():
-                if leftover == final or TEMPORARY.fullmatch(leftover.name):
-                    shutil.rmtree(leftover)
+                if TEMPORARY.fullmatch(leftover.name):
+                    shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
         return partial
 
@@ -147,8 +149,13 @@ def _prune(newest: Path, keep: int) -> None:
     complete = sorted(newest.parent.glob("step_*"))
     later = [folder for folder in complete if folder.name > newest.name]
     earlier = [folder for folder in complete if folder.name < newest.name]
-    for old in (*later, *earlier[: max(len(earlier) - max(keep, 1) + 1, 0)]):
-        shutil.rmtree(old)
+    for old in (*later, *earlier[: max(len(earlier) - keep + 1, 0)]):
+        shutil.rmtree(_hide(old), ignore_errors=True)
+
+
+def _hide(folder: Path) -> Path:
+    """Makes a checkpoint none at once; what of it cannot go now (a file that another node has open) goes later."""
+    return folder.rename(folder.with_name(f".{folder.name}.old-{uuid.uuid4().hex[:8]}"))
 
 
 @contextlib.contextmanager
@@ -163,8 +170,8 @@ def _full_disk_named(folder: Path, *, all_ranks: bool = False) -> Iterator[None]
         text = "".join(traceback.format_exception(error))
 
         def judge() -> bool:
-            # 0.19 keeps the reason to itself; so look at the disk as well, before what was written goes.
-            full = any(sign in text for sign in FULL) or shutil.disk_usage(folder.parent).free <= LITTLE
+            # Megatron 0.19 and torch's zip writer keep the reason to themselves: try, before what was written goes.
+            full = any(sign in text for sign in SIGNS) or not _has_room(folder.parent)
             if full:
                 shutil.rmtree(folder, ignore_errors=True)
             return full
@@ -176,3 +183,16 @@ def _full_disk_named(folder: Path, *, all_ranks: bool = False) -> Iterator[None]
             f"{folder.parent}: the disk or a quota is full, a checkpoint could not be saved; the previous one is as it "
             "was; free space and run the same command again"
         ) from error
+
+
+def _has_room(folder: Path) -> bool:
+    """Whether a little can be written; free bytes would not show a quota."""
+    trial = folder / f".trial.tmp-{uuid.uuid4().hex[:8]}"
+    try:
+        trial.write_bytes(bytes(LITTLE))
+        fsync_dir(trial)
+    except OSError as error:
+        return error.errno not in FULL
+    finally:
+        trial.unlink(missing_ok=True)
+    return True

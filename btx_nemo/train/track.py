@@ -43,7 +43,7 @@ class _TensorBoard:
     def __init__(self, config: TrainConfig, out: Path, resumed_at: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=resumed_at + 1 if resumed_at else None)
+        self.writer = SummaryWriter(str(out / "tensorboard"), purge_step=resumed_at + 1 if resumed_at else 0)
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():

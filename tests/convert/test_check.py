@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from btx_nemo.convert import check
 from btx_nemo.convert.to_hf import export_hf
 from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import CheckFailed, UserError
+from btx_nemo.families.source import open_source
 
 
 def test_the_commands_say_what_was_verified(commands: CommandServer, tmp_path: Path) -> None:
@@ -57,6 +59,20 @@ def test_a_tensor_that_was_written_wrong_leaves_nothing(
     with pytest.raises(CheckFailed, match=r"2 of 25 tensors differ; the first is model.layers.0.mlp.down_proj.weight"):
         run(given, tmp_path / "out")
     assert not (tmp_path / "out").exists() and temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("lacks", ["result", "source"])
+def test_a_tensor_of_one_side_alone_is_told(tmp_path: Path, lacks: str) -> None:
+    """But where the target was not to be exact, they are not compared."""
+    src = make_model(tmp_path / "src", "olmo2", **SMALL)
+    whole = open_source(src, "src")
+    first, *names = sorted(whole.layout())
+    part = types.SimpleNamespace(folder=src, layout=lambda: {name: whole.layout()[name] for name in names})
+    pair = (whole, part) if lacks == "result" else (part, whole)
+    which = "source" if lacks == "result" else "result"
+    with pytest.raises(CheckFailed, match=f"the first is {first}, which only the {which} has"):
+        check._check_tensors(*pair, exact=True)
+    assert "tensors not compared" in check._check_tensors(*pair, exact=False)
 
 
 def test_logits_that_differ_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

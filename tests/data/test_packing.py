@@ -109,6 +109,14 @@ def test_a_blend_takes_items_by_weight_and_no_more_than_it_says() -> None:
         assert abs(sum(item[0] == "a" for item in items[:end]) - 0.7 * end) <= 1
 
 
+def test_one_dataset_needs_no_label() -> None:
+    """Neither in passes nor in a blend: a run of one domain has no table of losses by domain."""
+    passes = Passes([[{"id": 0}, {"id": 1}]], 2, seed=(1,))
+    blend = Blend([1.0], 4)
+    blend.datasets = [passes]
+    assert [set(item) for item in (passes[0], blend[0])] == [{"id"}] * 2
+
+
 def test_tensors_are_what_the_model_takes(tmp_path: Path) -> None:
     batch = packed_batch(chat_domain(tmp_path, "d", 4), "d", 32)
     assert {key: value.dtype for key, value in batch.items()} == {

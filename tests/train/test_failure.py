@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import faulthandler
 import json
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from btx_testing.commands import CommandServer, Ended
 from btx_testing.runs import TinyWorld, saved_step, weights
 
-from btx_nemo.train.hang import CODE
+from btx_nemo.errors import RankFailed, UserError
+from btx_nemo.train import failure
+from btx_nemo.train.hang import CODE, HangDetector
 
 STEP = "btx_nemo.train.run:train_step:6"
 
@@ -71,6 +77,48 @@ def test_a_hang_ends_the_run(world: TinyWorld, commands: CommandServer, tmp_path
     hung = out / f"hang-rank-{cause(out)['rank']}.txt"
     assert "in steps" in hung.read_text() and "in _watch" in hung.read_text()
     assert saved_step(out) == 4
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "kind", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"),
+            2,
+            UserError,
+            "metrics.jsonl: No space left",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 1, UserError, "{out}: Disk quota exceeded; free space and run"),
+        (OSError(errno.ETIMEDOUT, "Connection timed out"), 2, RankFailed, "after step 5: TimeoutError: "),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 2, RankFailed, "after step 5: BrokenPipeError: "),
+        (RuntimeError("Connection closed by peer"), 1, RankFailed, "after step 5: RuntimeError: "),
+        (RuntimeError("Connection closed by peer"), 2, RankFailed, "after step 5: another rank was lost"),
+    ],
+)
+def test_only_what_a_collective_says_is_a_lost_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, ranks: int, kind: type, said: str
+) -> None:
+    monkeypatch.setattr(failure, "PATIENCE", 0.1)
+    with pytest.raises(kind) as raised, failure.first_cause(tmp_path, 0, ranks, lambda: "step 5"):
+        raise error
+    assert said.replace("{out}", str(tmp_path)) in str(raised.value)
+    assert cause(tmp_path)["rank"] == 0
+
+
+def test_leaving_the_watch_leaves_no_timer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the watching thread was just about to set it again."""
+    calls, arming = [], threading.Event()
+
+    def arm(*_: object, **__: object) -> None:
+        arming.set()
+        time.sleep(0.2)
+        calls.append("armed")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", arm)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("cancelled"))
+    with HangDetector(tmp_path, 0, 4):
+        assert arming.wait(10)
+    assert calls == ["armed", "cancelled"]
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ CASES = [
     ("tiny_expert", ["precision=fp8"], "precision=fp8: unknown; known: fp32, bf16, fp16"),
     ("tiny_expert", ["steps=-1"], "steps=-1: must not be negative"),
     ("tiny_expert", ["checkpoint.every=-5"], "checkpoint.every=-5: must not be negative"),
+    ("tiny_expert", ["checkpoint.keep=0"], "checkpoint.keep=0: must be 1 or more"),
     ("tiny_expert", ["micro_batch_size=0"], "micro_batch_size=0: must be 1 or more"),
     ("tiny_expert", ["log_every=0"], "log_every=0: must be 1 or more"),
     ("tiny_expert", ["global_batch_size=5"], "global_batch_size=5 is not a positive multiple of micro_batch_size=2"),

@@ -269,6 +269,16 @@ def test_a_damaged_configuration_is_told(world: TinyWorld, commands: CommandServ
     assert "resolved.yaml: damaged" in ended.err
 
 
+def test_a_run_without_a_checkpoint_has_nothing_to_agree_with(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "resolved.yaml").write_text("{steps: 77, optim: {lr: 1.0}}")
+    ok(commands.run(*world.arguments("tiny_expert", out, steps=0, optim__warmup_steps=0, export=False)))
+    assert "steps: 0" in (out / "resolved.yaml").read_text()
+
+
 LAYOUTS = [
     pytest.param({"tp": 2}, 2, id="tp2"),
     pytest.param({"pp": 2}, 2, id="pp2"),
@@ -346,16 +356,19 @@ def test_bf16_keeps_its_main_weights(world: TinyWorld, commands: CommandServer, 
 @pytest.mark.parametrize(
     ("layout", "patterns", "frozen"),
     [
-        ("pp", "[*.mlp.experts.*]", r".*\.experts\..*"),
-        ("pp", "['decoder.layers.0.*','embedding.*']", r"model\.(layers\.0|embed_tokens)\..*"),
-        ("pp", "[*.local_experts.0.*]", r".*\.experts\.0\..*"),
-        ("ep", "['*.local_experts.[01].*']", r".*\.experts\.[01]\..*"),
+        pytest.param(
+            "pp", "['decoder.layers.0.*','embedding.*']", r"model\.(layers\.0|embed_tokens)\..*", marks=pytest.mark.slow
+        ),
+        ("pp", "['decoder.layers.1.*','*final*','output_layer.*']", r"(model\.(layers\.1|norm)|lm_head)\..*"),
+        pytest.param("pp", "[*.local_experts.0.*]", r".*\.experts\.0\..*", marks=pytest.mark.slow),
+        pytest.param("ep", "['*.local_experts.[01].*']", r".*\.experts\.[01]\..*", marks=pytest.mark.slow),
+        ("ep", "['*.local_experts.[23].*']", r".*\.experts\.[23]\..*"),
     ],
 )
 def test_a_partly_frozen_mixture(
     world: TinyWorld, commands: CommandServer, tmp_path: Path, layout: str, patterns: str, frozen: str
 ) -> None:
-    """Two ranks, the first of them with nothing, or no expert, to train in two of the cases."""
+    """Two ranks, one of them with nothing, or no expert, to train in most cases; then one rank, and two again."""
     from btx_testing.tensors import load_folder
     from safetensors.torch import load
 
@@ -366,12 +379,41 @@ def test_a_partly_frozen_mixture(
     arguments = world.arguments("tiny_mix", out, **options)
     before = f"btx_testing.death:term_at?{RUN}:train_step:6"
     assert [rank.wait().code for rank in commands.start_ranks(2, *arguments, before=before)] == [75, 75]
+    other = Path(shutil.copytree(out, tmp_path / "other"))
     for ended in commands.run_ranks(2, *arguments):
         ok(ended)
     assert_same_run(out, tmp_path / "whole")
+    alone = world.arguments("tiny_mix", other, freeze=patterns)
+    assert commands.run(*alone, before=f"btx_testing.death:term_at?{RUN}:train_step:2").code == 75
+    for ended in commands.run_ranks(2, *world.arguments("tiny_mix", other, **options)):
+        ok(ended)
+    assert curve(other) == pytest.approx(curve(out), abs=1e-4)
     seed, trained = load_folder(world.mixture), load(weights(out))
     kept = {name for name, value in trained.items() if value.equal(seed[name])}
     assert kept == {name for name in seed if re.fullmatch(frozen, name)}
+
+
+def test_a_lost_latest_loses_no_step(
+    world: TinyWorld, commands: CommandServer, half: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(half, tmp_path / "run"))
+    (out / "latest").unlink()
+    (out / "latest").symlink_to("nowhere")
+    ok(commands.run(*world.arguments("tiny_expert", out)))
+    assert_same_run(out, whole)
+    assert not (out / "latest").is_symlink()
+
+
+def test_other_data_are_refused(world: TinyWorld, commands: CommandServer, half: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(half, tmp_path / "run"))
+    record = json.loads((out / "data.json").read_text())
+    (out / "data.json").write_text(json.dumps({**record, "law": record["math"]}))
+    ended = commands.run(*world.arguments("tiny_expert", out))
+    assert ended.code == 2 and "was started on other data: law had 5 documents of" in ended.err, ended.err
+    record["math"]["train"]["tokens"] += 1
+    (out / "data.json").write_text(json.dumps(record))
+    ended = commands.run(*world.arguments("tiny_expert", out))
+    assert ended.code == 2 and "was started on other data: math had" in ended.err, ended.err
 
 
 def test_a_run_of_no_steps_leaves_its_model(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
 
+import pytest
 from btx_testing.commands import CommandServer, Ended
 from btx_testing.runs import TinyWorld, metrics, saved_step, weights
 
+from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.manifest import sha256_of
+from btx_nemo.train.saving import _prune
 
 STEP = "btx_nemo.train.run:train_step"
 
@@ -113,6 +118,18 @@ def test_weights_alone_at_the_end(world: TinyWorld, commands: CommandServer, who
     ended = commands.run(*world.arguments("tiny_mix", out))
     assert ended.code == 2 and "has weights alone" in ended.err and ended.err.count("\n") == 1
     ok(commands.run(*world.arguments("tiny_mix", tmp_path / "next", init_from=out, steps=2, optim__warmup_steps=0)))
+
+
+def test_what_cannot_be_removed_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a folder keeps what another node has open; it is no checkpoint any more, and goes the next time."""
+    for step in (4, 8, 12):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    with monkeypatch.context() as busy:
+        busy.setattr(os, "rmdir", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOTEMPTY, "not empty")))
+        _prune(tmp_path / "step_00000012", 2)
+    assert [path.name for path in sorted(tmp_path.glob("step_*"))] == ["step_00000008", "step_00000012"]
+    (left,) = tmp_path.glob(".*")
+    assert TEMPORARY.fullmatch(left.name)
 
 
 def test_checksums_of_files_larger_than_a_block(tmp_path: Path) -> None:

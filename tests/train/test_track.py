@@ -61,6 +61,20 @@ def test_tensorboard_has_the_numbers_of_metrics(world: TinyWorld, commands: Comm
         assert {event.step: event.value for event in events} == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_run_that_starts_anew_has_no_points_of_before(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for steps in (3, 1):
+        trackers = Trackers(config(tensorboard=True), tmp_path, resumed_at=0, warn=pytest.fail)
+        for step in range(1, steps + 1):
+            trackers.write({"step": step, "loss": float(steps)})
+        trackers.close()
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss")] == [(1, 1.0)]
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch, **functions: Any) -> None:
     """A module `wandb` of these functions."""
     module = types.ModuleType("wandb")
