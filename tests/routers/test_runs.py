@@ -85,7 +85,8 @@ def test_a_resumed_run_is_the_run(
     ended = commands.run(*world.arguments("tiny_mix", tmp_path / "more", **more))
     assert ended.code == 0, ended.err
     ended = commands.run("export", f"in={out}", f"out={tmp_path / 'hf'}")
-    assert ended.code == 0 and "btx_moe, which computes what the model does; mixtral" in ended.out, ended.err
+    target = "qwen2_moe" if name in ("nexus", "switch") else "btx_moe"
+    assert ended.code == 0 and f"{target}, which computes what the model does; mixtral" in ended.out, ended.err
     assert "logits on the probe differ by at most" in ended.out
     if name == "nexus":
         embeddings = again["decoder.layers.1.mlp.router.domain_embeddings"]
@@ -125,9 +126,8 @@ def curve(out: Path) -> list[float]:
 
 
 def test_a_public_expert_keeps_its_bits(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
-    """FlexOlmo's training of one expert beside the public one, as docs/routers.md has it; AdamW's decay is on."""
-    page = (Path(__file__).resolve().parents[2] / "docs" / "routers.md").read_text()
-    (freeze,) = re.findall(r"'freeze=(\[[^']*\])'", page)
+    """FlexOlmo's training of experts beside the public one; AdamW's decay is on."""
+    freeze = '["embedding.*","*.self_attention.*","*norm*","output_layer.*","*.local_experts.0.*"]'
     found = {}
     for steps in (0, 6):
         out = tmp_path / str(steps)
