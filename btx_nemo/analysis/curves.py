@@ -11,6 +11,10 @@ from btx_nemo.errors import UserError
 
 METRICS = "metrics.jsonl"
 MOST_BYTES = 1 << 30
+MOST_CURVES = 48
+"""Panels of a figure: its time grows faster than their number."""
+MOST = 1e40
+"""Above any number in single precision. Ticks of far larger ones overflow."""
 Series = tuple[list[float], list[float]]
 """(steps, values)"""
 SINGLE = {
@@ -40,18 +44,22 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and isinstance(record.get("step"), (int, float)):
+            if isinstance(record, dict) and _drawable(record.get("step")):
                 records.append(record)
     if not records:
         raise UserError(f"{path}: holds no record yet; wait for the first step")
     return records
 
 
+def _drawable(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -MOST <= value <= MOST
+
+
 def series(records: Sequence[Mapping[str, Any]], key: str) -> Series:
     """(steps, values) of a top-level number."""
-    found = [(r["step"], r[key]) for r in records if isinstance(r.get(key), (int, float))]
+    found = [(r["step"], r[key]) for r in records if _drawable(r.get(key))]
     return [step for step, _ in found], [value for _, value in found]
 
 
@@ -61,9 +69,9 @@ def by_name(records: Sequence[Mapping[str, Any]], key: str) -> dict[str, Series]
     for record in records:
         table = record.get(key)
         for name, value in table.items() if isinstance(table, dict) else ():
-            if isinstance(value, list) and value and all(isinstance(entry, (int, float)) for entry in value):
+            if isinstance(value, list) and value and all(map(_drawable, value)):
                 value = sum(value) / len(value)
-            if isinstance(value, (int, float)):
+            if _drawable(value):
                 steps, values = found.setdefault(name, ([], []))
                 steps.append(record["step"])
                 values.append(value)
@@ -84,15 +92,23 @@ def curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
 def plot(runs: Sequence[Path], out: Path) -> None:
     """Draw all that the runs have a curve of: losses, gradient norm, speed, utilisation, memory. Raises UserError.
 
-    `out` ends in .png, .svg or .pdf.
+    What is no number that can be drawn is left out, and so are curves beyond MOST_CURVES, which are told. `out` ends in
+    .png, .svg or .pdf.
     """
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {out}: must end in .png, .svg or .pdf")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: no folder {out.parent}")
     tables = {_label(run, runs): read_metrics(run) for run in runs}
-    _draw(tables, out)
+    found = {label: curves(records) for label, records in tables.items()}
+    titles = list(dict.fromkeys(title for run in found.values() for title in run))
+    titles.sort(key=lambda title: ([*SINGLE.values(), *SEVERAL.values()].index(title.split(",")[0]), title))
+    if not titles:
+        raise UserError(f"{', '.join(map(str, runs))}: {METRICS} holds no number to draw; wait for the first step")
+    _draw(found, titles[:MOST_CURVES], out)
     print(f"{out}: {', '.join(tables)}")
+    if len(titles) > MOST_CURVES:
+        print(f"left out: {len(titles) - MOST_CURVES} of {len(titles)} curves, from {titles[MOST_CURVES]!r} on")
 
 
 def _label(run: Path, runs: Sequence[Path]) -> str:
@@ -102,15 +118,12 @@ def _label(run: Path, runs: Sequence[Path]) -> str:
     return name if names.count(name) == 1 else str(run)
 
 
-def _draw(tables: Mapping[str, list[dict[str, Any]]], out: Path) -> None:
+def _draw(runs: Mapping[str, Mapping[str, Series]], titles: Sequence[str], out: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    runs = {label: curves(records) for label, records in tables.items()}
-    titles = list(dict.fromkeys(title for run in runs.values() for title in run))
-    titles.sort(key=lambda title: ([*SINGLE.values(), *SEVERAL.values()].index(title.split(",")[0]), title))
     columns = min(len(titles), 3)
     rows = -(-len(titles) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4.2 * columns, 3 * rows), squeeze=False, layout="constrained")
@@ -120,7 +133,7 @@ def _draw(tables: Mapping[str, list[dict[str, Any]]], out: Path) -> None:
         for number, (label, run) in enumerate(runs.items()):
             marker = "." if title.startswith(SEVERAL["valid"]) else None
             axis.plot(*run.get(title, ([], [])), color=f"C{number % 10}", label=label, marker=marker)
-        axis.set_title(title, fontsize=10)
+        axis.set_title(title, fontsize=10, parse_math=False)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
     axes.flat[0].legend(fontsize=8)

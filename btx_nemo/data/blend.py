@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from btx_nemo.data.sources import SPLITS
 from btx_nemo.errors import UserError
 
 META = "meta.json"
+LEAST_SHARE = 1e-6
+"""Of a domain in a blend: Megatron's index of the others grows with the inverse, to 2 million sequences at this."""
+MOST_WEIGHT = 1e100
 
 
 def list_domains(data_path: Path) -> list[str]:
@@ -114,7 +117,8 @@ def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[s
     """Weights that sum to one. Raw values may be percent, or sum to 102.98 as in BTX, Table 7.
 
     Raises:
-        UserError: no weight, an unknown domain, or a weight that is not a positive finite number.
+        UserError: no weight, an unknown domain, a weight that is not a positive number up to MOST_WEIGHT, or one
+            that is less than LEAST_SHARE of the whole.
     """
     if not weights:
         raise UserError(f"data.blend: empty; give each domain a weight (known: {', '.join(known) or 'none'})")
@@ -122,7 +126,25 @@ def normalise_weights(weights: dict[str, float], known: Sequence[str]) -> dict[s
         if domain not in known:
             raise UserError(f"data.blend: unknown domain {domain!r}; known: {', '.join(known) or 'none'}")
         number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not number or not math.isfinite(weight) or weight <= 0:
-            raise UserError(f"data.blend.{domain}={weight}: must be a positive number; leave the domain out to skip it")
+        if not number or not 0 < weight <= MOST_WEIGHT:
+            raise UserError(
+                f"data.blend.{domain}={str(weight)[:40]}: must be a positive number, at most {MOST_WEIGHT:g}; "
+                "leave the domain out to skip it"
+            )
     total = math.fsum(weights.values())
-    return {domain: weight / total for domain, weight in weights.items()}
+    shares = {domain: weight / total for domain, weight in weights.items()}
+    rare = min(shares, key=shares.__getitem__)
+    if shares[rare] < LEAST_SHARE:
+        raise UserError(
+            f"data.blend.{rare}={weights[rare]}: less than {LEAST_SHARE:g} of the blend; "
+            "raise it, or leave the domain out"
+        )
+    return shares
+
+
+def check_blend_kinds(kinds: Collection[str]) -> None:
+    """Raise UserError for domains of several kinds (text, chat): only whole passes (epochs) go over both."""
+    if len(set(kinds)) > 1:
+        raise UserError(
+            "data.blend: text and chats cannot be weighed against each other; train on one kind a stage, or give epochs"
+        )

@@ -52,6 +52,11 @@ class ChatEncoder:
         if _MARKED.search(self.template):
             return self._marked(messages, tools)
         text = self._render(messages, tools)
+        if messages[0]["role"] == ASSISTANT:  # transformers renders no conversation without a message
+            raise UserError(
+                "begins with the assistant, so that nothing is rendered before its turn; let a user or system message "
+                "begin it, leave the line out, or give --chat-template FILE with {% generation %}"
+            )
         spans = [
             (self._render(messages[:turn], tools, prompt=True), self._render(messages[: turn + 1], tools))
             for turn, message in enumerate(messages)
@@ -104,7 +109,11 @@ class ChatEncoder:
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=self.template, **options)
         except Exception as error:  # whatever a template may raise: jinja's errors, and Python's own within it
-            raise UserError(f"the chat template cannot render it ({str(error)[:120]})") from error
+            reason = " ".join(str(error).split())[:120]
+            raise UserError(
+                f"the chat template cannot render it ({reason}); mend the line, leave it out, or give another template "
+                "with --chat-template FILE"
+            ) from error
 
 
 def load_chat_encoder(path: Path, encoder: Encoder, template: Path | None, messages_key: str) -> ChatEncoder:

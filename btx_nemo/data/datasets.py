@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from btx_nemo.data.blend import check_data, list_domains, load_meta, normalise_weights
+from btx_nemo.data.blend import check_blend_kinds, check_data, list_domains, load_meta, normalise_weights
 from btx_nemo.data.indexed import IndexedFile, open_indexed
 from btx_nemo.data.order import Blend, Passes, sample_documents
 from btx_nemo.data.packing import PackedChats, pack
@@ -123,10 +123,7 @@ class _Builder:
     def blend(self, shares: dict[str, float], samples: int) -> Any:
         """Training by weights."""
         kinds = {self.kinds[domain] for domain in shares}
-        if len(kinds) > 1:
-            raise UserError(
-                "data.blend: text and chats cannot be weighed against each other; train on one kind a stage"
-            )
+        check_blend_kinds(kinds)
         if kinds == {"text"}:
             for domain in shares:
                 _need_tokens(open_indexed(self._prefix(domain)))

@@ -8,9 +8,10 @@ Conversations have train.targets.{bin,idx} and valid.targets.{bin,idx} as well: 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def prepare_data(
     encoder = _load_chat_encoder(job, [*sources, *(validation or [])]) if chat else text
     if (out_dir / "tokenizer").exists():
         keep_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
-    with atomic_dir(out_dir / domain, overwrite=overwrite) as scratch:
+    with _unmade_after_failure(out_dir), atomic_dir(out_dir / domain, overwrite=overwrite) as scratch:
         tasks = plan_tasks(sources, validation, validation_fraction)
         results = encode_all(tasks, job, encoder, workers or default_workers())
         every = [*sources, *(validation or [])]
@@ -121,6 +122,19 @@ def prepare_data(
         keep_tokenizer(tokenizer, out_dir / "tokenizer")
         write_json(scratch / "meta.json", meta)
     return meta
+
+
+@contextlib.contextmanager
+def _unmade_after_failure(folder: Path) -> Iterator[None]:
+    """Removes the folders down to `folder` that were not there before, unless they hold something by then."""
+    missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def _load_encoder(tokenizer: Path, eod_token: str | None, append_eod: bool) -> Encoder:

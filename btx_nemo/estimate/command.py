@@ -19,6 +19,9 @@ from btx_nemo.families.source import find_checkpoint, read_model_json
 from btx_nemo.megatron.parallel import check_batch, check_layout
 from btx_nemo.plan.progress import human_bytes
 
+MOST = 1 << 24
+"""Of ranks, tokens and sequences: above any that there are, and few enough to try every divisor."""
+
 
 def plan(
     folder: Path,
@@ -52,6 +55,10 @@ def plan(
     ):
         if value < 1:
             raise UserError(f"{name} {value}: must be 1 or more")
+        if value > MOST:
+            raise UserError(f"{name}: must be at most {MOST}")
+    if memory_gib is not None and not 0 < memory_gib <= MOST:
+        raise UserError(f"--memory-gib {memory_gib:g}: must be a positive number, at most {MOST}")
     if memory_gib is not None:
         setups = candidates(
             model,

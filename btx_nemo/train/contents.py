@@ -51,6 +51,11 @@ def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
     if config.epochs is not None and config.data.blend:
         raise UserError(f"epochs={config.epochs} and data.blend: every sequence comes as often; give steps or tokens")
     domains = list_domains(Path(config.data.path))
+    if not domains:
+        raise UserError(
+            f"data.path={config.data.path}: no prepared domain in it; make one: btx-nemo prepare-data INPUTS "
+            f"--domain NAME --tokenizer DIR --out {config.data.path}"
+        )
     blend = config.data.blend or dict.fromkeys([config.domain] if config.domain else domains, 1.0)
     kinds = {load_meta(Path(config.data.path), domain)["kind"] for domain in blend}
     alike = [domain for domain in domains if load_meta(Path(config.data.path), domain)["kind"] in kinds]

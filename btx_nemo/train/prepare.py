@@ -14,7 +14,7 @@ from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
 from btx_nemo.config.load import read_resolved
 from btx_nemo.config.schema import KERNELS, NO_EFFECT, RECOMPUTE_MODULES, TrainConfig
-from btx_nemo.data.blend import check_data, list_domains, normalise_weights
+from btx_nemo.data.blend import check_blend_kinds, check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.families.sizes import check_sizes
@@ -128,7 +128,10 @@ def _check_tokens(config: TrainConfig, source: ModelSource) -> tuple[dict[str, C
     blend, valid = blend_of(config)
     metas = check_data(path, [*blend, *valid], source.model.vocab_size)
     normalise_weights(blend, list_domains(path))
-    check_kinds(config, {metas[domain]["kind"] for domain in blend})
+    kinds = {metas[domain]["kind"] for domain in blend}
+    check_kinds(config, kinds)
+    if config.epochs is None:
+        check_blend_kinds(kinds)
     if not 1 < data.seq_length <= source.model.max_position_embeddings:
         raise UserError(
             f"data.seq_length={data.seq_length}: must lie between 2 and the model's "

@@ -15,6 +15,9 @@ from btx_nemo.train.step import StepResult
 LEAST_DEVIATION = 0.01
 """A loss that hardly moves has a tiny deviation: it counts as at least this share of the median."""
 
+MOST_SECONDS = 1e9
+"""Of robust.hang_seconds: thirty years, which the timeouts of collectives and threads still hold."""
+
 
 def check_robust(config: TrainConfig) -> None:
     """Raises UserError for a setting that means nothing."""
@@ -22,6 +25,10 @@ def check_robust(config: TrainConfig) -> None:
     for name in ("max_skipped", "hang_seconds", "spike_zscore"):
         if not 0 <= getattr(robust, name) < math.inf:
             raise UserError(f"robust.{name}={getattr(robust, name)}: must be a number that is not negative")
+    if robust.hang_seconds > MOST_SECONDS:
+        raise UserError(
+            f"robust.hang_seconds={robust.hang_seconds:g}: must be at most {MOST_SECONDS:g}, or 0 for never"
+        )
     if robust.spike_window < 4:
         raise UserError(f"robust.spike_window={robust.spike_window}: must be 4 or more")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from btx_testing.commands import CommandServer
 
-from btx_nemo.analysis.curves import by_name, curves, read_metrics, series
+from btx_nemo.analysis.curves import by_name, curves, plot, read_metrics, series
 
 RECORDS = [
     {"step": 0, "valid": {"math": 3.0, "code": 4.0}, "routing": {}},
@@ -67,3 +67,31 @@ def test_mistakes(commands: CommandServer, run: Path, tmp_path: Path) -> None:
         assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
     (run / "metrics.jsonl").write_text("")
     assert "holds no record yet" in commands.run("plot", run).err
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": null, "valid": [1], "router_losses": {"btx": [null, 1]}}')
+    ended = commands.run("plot", run)
+    assert ended.code == 2 and "holds no number to draw" in ended.err and ended.err.count("\n") == 1
+
+
+def test_what_cannot_be_drawn_is_left_out(commands: CommandServer, run: Path, tmp_path: Path) -> None:
+    lines = [
+        "[" * 200_000,
+        f'{{"step": {"9" * 400}, "loss": 1}}',
+        '{"step": 1e308, "loss": 1}',
+        f'{{"step": 1, "loss": {"9" * 400}, "grad_norm": 1e308, "lr": true, "tokens_per_second": NaN}}',
+        '{"step": 2, "loss": 2.0, "grad_norm": -1e308, "domain_loss": {"$x^{$": 1e39},'
+        ' "router_losses": {"btx": [1e308]}}',
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    assert curves(read_metrics(run)) == {"training loss": ([2], [2.0]), "training loss by domain, $x^{$": ([2], [1e39])}
+    ended = commands.run("plot", run, "--out", tmp_path / "curves.png")
+    assert ended.code == 0 and (tmp_path / "curves.png").is_file(), ended.err
+
+
+def test_curves_beyond_the_most_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("btx_nemo.analysis.curves.MOST_CURVES", 2)
+    record = {"step": 1, "loss": 1.0, "valid": {f"d{number:03}": 1.0 for number in range(400)}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record))
+    plot([tmp_path], tmp_path / "curves.png")
+    assert "left out: 399 of 401 curves, from 'validation loss, d001' on" in capsys.readouterr().out

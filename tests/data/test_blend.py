@@ -196,6 +196,10 @@ def test_weights() -> None:
         ({"a": float("inf")}, "positive"),
         ({"a": "much"}, "positive"),
         ({"a": True}, "positive"),
+        ({"a": 1e308, "b": 1e308}, "positive"),
+        ({"a": 10**400}, "positive"),
+        ({"a": 1, "b": 1e-320}, "data.blend.b=1e-320: less than 1e-06 of the blend; raise it"),
+        ({"a": 1, "b": 9e-7}, "less than 1e-06 of the blend"),
     ]
     for weights, message in bad:
         with pytest.raises(UserError, match=message):

@@ -110,6 +110,12 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([conversation(Random(0))], {"template": "{% for %}"}, "in.jsonl:1: the chat template cannot render"),
     ([conversation(Random(0))], {"chat_template": Path("none")}, "--chat-template none: no such file"),
     ([[{"role": "assistant", "content": "\ud800"}]], {}, "lone surrogate"),
+    ([[{"role": "assistant", "content": "a"}]], {}, "in.jsonl:1: begins with the assistant, .* leave the line out"),
+    (
+        [conversation(Random(0)), conversation(Random(0))[1:]],
+        {"template": "{% if messages[0].role != 'user' %}{{ raise_exception('user\nfirst') }}{% endif %}" + TEMPLATE},
+        "in.jsonl:2: the chat template cannot render it .user first.; mend the line, leave it out, or give another",
+    ),
 ]
 
 

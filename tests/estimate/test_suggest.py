@@ -132,6 +132,11 @@ def test_the_command(commands: CommandServer, folder: Path) -> None:
         (["--gpus", "7", "--memory-gib", "80"], "no layout divides"),
         (["--gpus", "8", "--memory-gib", "80", "--tp", "3"], "no layout divides"),
         (["--micro-batch-size", "0"], "--micro-batch-size 0: must be 1 or more"),
+        (["--gpus", "99999999999999", "--memory-gib", "80"], "--gpus: must be at most 16777216"),
+        (["--seq-length", "9" * 400], "--seq-length: must be at most"),
+        (["--memory-gib", "nan"], "--memory-gib nan: must be a positive number"),
+        (["--memory-gib", "inf"], "--memory-gib inf: must be a positive number"),
+        (["--memory-gib=-5"], "--memory-gib -5: must be a positive number"),
     ],
 )
 def test_mistakes(commands: CommandServer, folder: Path, arguments: list[str], message: str) -> None:

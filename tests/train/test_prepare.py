@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from btx_testing.chats import chat_domain
 from btx_testing.commands import CommandServer, run_module, torchrun
 from btx_testing.runs import TinyWorld
 
@@ -34,6 +35,7 @@ CASES = [
     ("tiny_expert", ["optim.eps=0"], "optim.eps=0.0: must be positive"),
     ("tiny_expert", ["router.losses.foo=1"], "router.losses.foo: no such loss; known: btx,"),
     ("tiny_expert", ["domain="], "domain"),
+    ("tiny_expert", ["robust.hang_seconds=1e300"], "robust.hang_seconds=1e+300: must be at most 1e+09"),
     # places that cannot be
     ("tiny_expert", ["out=/dev/null/x"], "/dev/null"),
     ("tiny_expert", ["out=/proc/x/y"], "/proc/x"),
@@ -150,7 +152,15 @@ CASES = [
     ("tiny_expert", ["layout.pp=2", "layout.vpp=2"], "layout.pp x vpp=4 does not divide the model's num_layers=2"),
     # data
     ("tiny_expert", ["data.path=nowhere"], "data.path=nowhere: no such folder"),
-    ("tiny_expert", ["data.path={tmp}/empty"], "no domain 'math'; known: none"),
+    (
+        "tiny_expert",
+        ["data.path={tmp}/empty"],
+        "data.path={tmp}/empty: no prepared domain in it; make one: btx-nemo pr",
+    ),
+    ("tiny_expert", ["data.path={tmp}/empty", "domain=null"], "data.path={tmp}/empty: no prepared domain in it"),
+    ("tiny_mix", ["data.path={tmp}/chats/data"], "data.blend: text and chats cannot be weighed against each other"),
+    ("tiny_mix", ["data.blend={math:1e308,code:1e308}"], "data.blend.math=1e+308: must be a positive number"),
+    ("tiny_mix", ["data.blend={math:1,code:1e-320}"], "data.blend.code=1e-320: less than 1e-06 of the blend"),
     ("tiny_expert", ["domain=law"], "no domain 'law'; known: code, math"),
     ("tiny_mix", ["data.blend.law=1"], "no domain 'law'; known: code, math"),
     ("tiny_mix", ["data.blend={math:-1,code:1}"], "data.blend.math=-1.0: must be a positive number"),
@@ -186,6 +196,7 @@ def wrong(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp / "file").write_text("a file")
     shutil.copytree(world.data, tmp / "damaged")
     os.truncate(tmp / "damaged" / "math" / "train.bin", 100)
+    shutil.copytree(world.data / "math", chat_domain(tmp / "chats", "code", 12) / "math")
     shutil.copytree(world.dense, tmp / "cut")
     os.truncate(tmp / "cut" / "model.safetensors", 2000)
     shutil.copytree(world.mixture, tmp / "greedy")
