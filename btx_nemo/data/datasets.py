@@ -78,8 +78,8 @@ def build_datasets(
         `labels`, `position_ids` [S] int64 and `loss_mask` [S] float32; those of chats have `padding` [S] bool as well.
 
     Raises:
-        UserError: unknown domain, bad weight, damaged data, text blended with chats, or a validation set without a
-        single target token.
+        UserError: unknown domain, bad weight, damaged data, text blended with chats, or chats to train on or a
+        validation set without a single target token.
     """
     data_path = Path(data_path)
     shares = normalise_weights(weights, list_domains(data_path))
@@ -103,7 +103,10 @@ def build_datasets(
     }
     builder = _Builder(data_path, {name: meta["kind"] for name, meta in metas.items()}, common, seed, sample)
     train = builder.passes(list(shares), train_samples) if whole_passes else builder.blend(shares, train_samples)
-    return train, {domain: _head(builder.validation(domain), valid_samples) for domain in validation}
+    valid = {domain: _head(builder.validation(domain), valid_samples) for domain in validation}
+    for domain, dataset in valid.items():
+        _need_targets(dataset, data_path / domain / "valid", seq_length)
+    return train, valid
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,10 @@ class _Builder:
         lengths = open_indexed(prefix).lengths
         documents = sample_documents(len(lengths), self.sample if split == "train" else 1.0, domain)
         targets = prefix.with_name(split + TARGETS)
-        return PackedChats(prefix, targets, pack(lengths, documents, seq_length), seq_length)
+        chats = PackedChats(prefix, targets, pack(lengths, documents, seq_length), seq_length)
+        if split == "train":  # of a validation set only its head is used
+            _need_targets(chats, prefix, seq_length)
+        return chats
 
     def _text(
         self,
@@ -225,6 +231,14 @@ def text_dataset(sample: float) -> Any:
 def _need_tokens(indexed: IndexedFile) -> None:
     if indexed.num_tokens <= 1:
         raise UserError(f"{indexed.prefix}.bin: {indexed.num_tokens} tokens are not enough; prepare more text")
+
+
+def _need_targets(dataset: Any, prefix: Path, seq_length: int) -> None:
+    if not any(bool(dataset[number]["loss_mask"].any()) for number in range(len(dataset))):
+        raise UserError(
+            f"{prefix}: none of its {len(dataset)} sequences has a token that is a target: in chats the assistant's "
+            f"lie behind data.seq_length={seq_length}; raise it, or prepare other data"
+        )
 
 
 @contextmanager

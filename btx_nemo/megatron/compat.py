@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 
 def has_transformer_engine() -> bool:
@@ -95,12 +97,46 @@ def planned_save(state: dict[str, Any], folder: str, metadata: dict[str, Any], r
     queue, which outlives a killed run for ever and, worse, dies of a signal to the whole job (Slurm's SIGTERM).
     """
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
     how = supported(dist_checkpointing.save, async_strategy="mcore")  # 0.19's default is a package of its own
-    before = filesystem_async._results_queue
-    filesystem_async._results_queue = results
-    try:
+    strategy = getattr(common, "TorchCommonSaveStrategy", None)  # of 0.16
+    writes = [(strategy, "save_common")] if strategy is not None else []
+    with mock.patch.object(filesystem_async, "_results_queue", results), _errors_after(writes):
         return dist_checkpointing.save(state, folder, async_sharded_save=True, content_metadata=metadata, **how)
-    finally:
-        filesystem_async._results_queue = before
+
+
+def finish_save(request: Any) -> None:
+    """What Megatron does once a planned save is written everywhere. Collective, whatever happens to files."""
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    with _errors_after([(serialization, "save_config"), (FileSystemWriterAsync, "finish")]):
+        for step in request.finalize_fns:
+            step()
+
+
+@contextlib.contextmanager
+def _errors_after(writes: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Keeps the errors of these functions (owner, name) until the end.
+
+    The first rank alone writes files between Megatron's collectives: an error there would leave the other ranks in one
+    that never comes.
+    """
+    errors: list[Exception] = []
+
+    def kept(write: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except Exception as error:
+                errors.append(error)
+
+        return call
+
+    with contextlib.ExitStack() as patched:
+        for owner, name in writes:
+            patched.enter_context(mock.patch.object(owner, name, kept(getattr(owner, name))))
+        yield
+    if errors:
+        raise errors[0]

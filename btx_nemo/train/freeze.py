@@ -6,9 +6,11 @@ import re
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.model import chunks
+from btx_nemo.megatron.platform import device
 from btx_nemo.train.names import local_name
 
 _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
@@ -48,3 +50,27 @@ def freeze(model: torch.nn.Module, config: TrainConfig) -> None:
     for name, parameter in global_names(model).items():
         if not config.trains(name):
             parameter.requires_grad_(False)
+    _same_graph_on_all_ranks(model)
+
+
+def _same_graph_on_all_ranks(model: torch.nn.Module) -> None:
+    """Gives a layer that only some of its ranks train, having the experts that train, a gradient on all. Collective.
+
+    A rank without would have no backward pass where the others wait for it, in the exchange of tokens.
+    """
+    layers: dict[int, Any] = {layer.layer_number: layer for chunk in chunks(model) for layer in chunk.decoder.layers}
+    has_trains = torch.zeros(2, chunks(model)[0].config.num_layers + 1, dtype=torch.int64, device=device())
+    for number, layer in layers.items():
+        has_trains[:, number] = torch.tensor([1, any(p.requires_grad for p in layer.parameters())])
+    dist.all_reduce(has_trains)
+    has, trains = has_trains.tolist()
+    for number, layer in layers.items():
+        if 0 < trains[number] < has[number]:
+            layer.mlp.register_forward_pre_hook(_with_gradient)
+
+
+def _with_gradient(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden, *rest = arguments
+    if not torch.is_grad_enabled() or hidden.requires_grad:
+        return arguments
+    return (hidden.detach().requires_grad_(), *rest)

@@ -199,7 +199,9 @@ class Run:
     def _see(self, step: int, result: StepResult) -> None:
         """Notes, tells and judges a step. Raises CheckFailed when the run has broken down."""
         spike = self.watch.see(result)
-        if not result.finite:
+        if result.empty:
+            self.report.say(f"warning: step {step} skipped: no token of its batch is a target")
+        elif not result.finite:
             size = self.config.global_batch_size
             ids = batch_ids(self.train_set, self.domains, range((step - 1) * size, step * size)) if self.first else []
             self.report.skip(step, result, ids, self.watch.skipped)

@@ -25,7 +25,7 @@ from btx_nemo.config.schema import CheckpointConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import save_model_config
-from btx_nemo.megatron.compat import planned_save
+from btx_nemo.megatron.compat import finish_save, planned_save
 from btx_nemo.megatron.load import METADATA
 from btx_nemo.train.checkpoint import LATEST, on_first_rank, state_of
 from btx_nemo.train.step import Trainee
@@ -61,14 +61,13 @@ class Saver:
         It is written beside its place and renamed when all ranks are done and all bytes are on disk, so that a kill or
         a full disk at any moment leaves the previous one as it was. That is waited for with `wait`, or where nothing
         is asynchronous; else `poll` sees to it. The run's `last` has no optimizer where the configuration says so.
-        `progress` holds plain numbers and lists of them. Raises UserError when the disk is full: on the rank that
-        meets it while it plans, on every rank from then on.
+        `progress` holds plain numbers and lists of them. Raises UserError on every rank when the disk is full.
         """
         self.finish()
         optimizer = self.config.optimizer or not last
         partial = on_first_rank(lambda: self._make_room(progress["step"]))
         state = state_of(trainee, progress, optimizer=optimizer, loading=False)
-        with _full_disk_named(partial):
+        with _full_disk_named(partial, all_ranks=True):
             request = planned_save(state, str(partial), dict(METADATA), Handed())
             arguments = list(request.async_fn_args)
             if request.preload_fn is not None:
@@ -94,10 +93,9 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        digests = pending.writer.wait()
         with _full_disk_named(pending.partial, all_ranks=True):
-            for step in pending.request.finalize_fns:
-                step()
+            digests = pending.writer.wait()
+            finish_save(pending.request)
         of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(of_ranks, digests)
         known = {name: digest for part in of_ranks for name, digest in part.items()}
@@ -162,27 +160,35 @@ def _hide(folder: Path) -> Path:
 def _full_disk_named(folder: Path, *, all_ranks: bool = False) -> Iterator[None]:
     """Turns "no space left", however Megatron wraps it, into one line; what was written of the checkpoint goes.
 
-    With `all_ranks` an error is one that all ranks have, and the first rank, which alone knows its cause, judges it.
+    With `all_ranks` it is collective: an error of any rank is one of all, and the first rank judges it.
     """
+    cause: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        text = "".join(traceback.format_exception(error))
+        cause = error
+    texts = ["".join(traceback.format_exception(cause)) if cause else ""]
+    if all_ranks:
+        mine, texts = texts[0], [""] * dist.get_world_size()
+        dist.all_gather_object(texts, mine)
+    texts = [text for text in texts if text]
+    if not texts:
+        return
 
-        def judge() -> bool:
-            # Megatron 0.19 and torch's zip writer keep the reason to themselves: try, before what was written goes.
-            full = any(sign in text for sign in SIGNS) or not _has_room(folder.parent)
-            if full:
-                shutil.rmtree(folder, ignore_errors=True)
-            return full
+    def judge() -> bool:
+        # Megatron 0.19 and torch's zip writer keep the reason to themselves: try, before what was written goes.
+        full = any(sign in text for sign in SIGNS for text in texts) or not _has_room(folder.parent)
+        if full:
+            shutil.rmtree(folder, ignore_errors=True)
+        return full
 
-        if not (on_first_rank(judge) if all_ranks else judge()):
-            reason = text.strip().splitlines()[-1]
-            raise RuntimeError(f"{folder.parent}: a checkpoint could not be written: {reason}") from error
-        raise UserError(
-            f"{folder.parent}: the disk or a quota is full, a checkpoint could not be saved; the previous one is as it "
-            "was; free space and run the same command again"
-        ) from error
+    if not (on_first_rank(judge) if all_ranks else judge()):
+        reason = texts[0].strip().splitlines()[-1]
+        raise RuntimeError(f"{folder.parent}: a checkpoint could not be written: {reason}") from cause
+    raise UserError(
+        f"{folder.parent}: the disk or a quota is full, a checkpoint could not be saved; the previous one is as it "
+        "was; free space and run the same command again"
+    ) from cause
 
 
 def _has_room(folder: Path) -> bool:

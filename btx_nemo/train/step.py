@@ -28,7 +28,7 @@ class StepResult:
     """What a training step says; the same on every rank."""
 
     loss: float
-    """Mean cross-entropy per token (nats) over the global batch, without the balance loss."""
+    """Mean cross-entropy per token (nats) over the global batch, without the balance loss; NaN where `empty`."""
     grad_norm: float
     """Global gradient norm before clipping."""
     ok: bool
@@ -39,6 +39,8 @@ class StepResult:
     """Of each flag that was passed in, whether any rank had it set."""
     dataset_losses: dict[int, float] = field(default_factory=dict)
     """Mean cross-entropy per token of each dataset of the blend that the global batch has samples of."""
+    empty: bool = False
+    """Whether no token of the global batch is a target; the step was skipped, and nothing is wrong with the model."""
 
     @property
     def finite(self) -> bool:
@@ -172,9 +174,9 @@ def train_step(
 ) -> StepResult:
     """Forward and backward of one global batch, gradient reduction, clipping, AdamW, learning rate.
 
-    Where the loss or a gradient is not finite on any rank the step is skipped: nothing changes on any. `step` counts
-    the steps before; with `seed` it fixes the noise that routers draw. `datasets` is how many the blend has. `flags`
-    are asked for after the backward pass.
+    Where the loss or a gradient is not finite on any rank, or no token is a target, the step is skipped: nothing
+    changes on any. `step` counts the steps before; with `seed` it fixes the noise that routers draw. `datasets` is how
+    many the blend has. `flags` are asked for after the backward pass.
     """
     for router in routers(trainee.gpt):
         router.begin_step(step)
@@ -195,7 +197,8 @@ def train_step(
     lr = trainee.scheduler.get_lr({})
     sums, by_dataset = _over_all_ranks(outputs, datasets, _squares(trainee.wrapped), *flags())
     total, count, squares, *flagged = sums
-    loss, grad_norm, ok = total / max(count, 1.0), squares**0.5, False
+    # Without a target there is no loss, and momentum, decay and balance losses alone must not move weights.
+    loss, grad_norm, ok = total / count if count else math.nan, squares**0.5, False
     # With a loss scale (fp16) Megatron itself skips such a gradient, and lowers the scale; without, it would take it.
     if math.isfinite(loss) and (math.isfinite(squares) or trainee.gpt.config.fp16):
         ok, norm, _ = trainee.optimizer.step()
@@ -213,6 +216,7 @@ def train_step(
         lr=lr,
         flags=tuple(number > 0 for number in flagged),
         dataset_losses={i: total / count for i, (total, count) in enumerate(by_dataset) if count},
+        empty=count == 0,
     )
 
 

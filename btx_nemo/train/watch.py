@@ -53,6 +53,8 @@ class Watch:
 
     def see(self, result: StepResult) -> float | None:
         """Takes note of a step; returns how many deviations its loss lies above the median, where that is a spike."""
+        if result.empty:
+            return None
         if not result.finite:
             self.skipped += 1
             return None

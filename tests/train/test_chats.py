@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,20 @@ def test_a_killed_run_ends_as_one_that_never_was(
     assert metrics(killed) == metrics(whole)
     losses = [record["loss"] for record in metrics(whole) if "loss" in record]
     assert len(losses) > 4 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_answers_that_lie_behind_every_sequence_are_told_before_a_step(
+    world: TinyWorld, chats: Path, commands: CommandServer, tmp_path: Path, split: str
+) -> None:
+    data = Path(shutil.copytree(chats, tmp_path / "data"))
+    targets = data / "code" / f"{split}.targets.bin"
+    targets.write_bytes(bytes(targets.stat().st_size))
+    out = tmp_path / "run"
+    ended = commands.run(*arguments(world, data, out))
+    assert ended.code == 2 and ended.err.count("\n") == 1, ended.err
+    assert f"{data / 'code' / split}: none of its" in ended.err and "data.seq_length=64" in ended.err
+    assert not out.exists()
 
 
 def test_the_validation_loss_is_the_mean_over_targets(

@@ -54,6 +54,25 @@ def test_what_a_run_trains_is_all_that_learns(
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)
+def test_experts_of_some_ranks_alone_learn(
+    ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
+) -> None:
+    """With experts over two ranks the second one trains nothing, and yet computes what the first one waits for."""
+    changed = changes(ranks, world.mixture, layout, count, train=["*.mlp.experts.local_experts.0.*"])
+    assert {name for name, value in changed.items() if value} == {
+        f"decoder.layers.{i}.mlp.experts.local_experts.0.linear_fc{fc}.weight" for i in (0, 1) for fc in (1, 2)
+    }
+
+
+def test_experts_of_some_ranks_alone_learn_as_on_one(ranks: RankPool, world: TinyWorld) -> None:
+    options = {"train": ["*.1.mlp.experts.local_experts.0.*"]}
+    (alone,) = ranks.run(train_jobs.losses, str(world.mixture), {}, options, 4, ranks=1)
+    for spread in ranks.run(train_jobs.losses, str(world.mixture), {"ep": 2}, options, 4, ranks=2):
+        assert spread == pytest.approx(alone, rel=1e-5)
+    assert alone[0] != alone[-1]
+
+
+@pytest.mark.parametrize(("layout", "count"), LAYOUTS)
 def test_a_pattern_names_the_same_layer_and_expert_in_every_layout(
     ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
 ) -> None:

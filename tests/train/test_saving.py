@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from btx_testing.commands import CommandServer, Ended
 from btx_testing.runs import TinyWorld, metrics, saved_step, weights
+from megatron.core.dist_checkpointing.strategies import common
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
 from btx_nemo.checkpoints.manifest import sha256_of
@@ -68,6 +69,30 @@ def test_a_writer_that_is_killed_fails_the_run(world: TinyWorld, commands: Comma
     assert "a checkpoint could not be written" in line
     assert saved_step(out) == 4
     ok(commands.run(*arguments))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "serialization:save_config",
+        "strategies.filesystem_async:FileSystemWriterAsync.finish",
+        pytest.param("strategies.common:TorchCommonSaveStrategy.save_common", marks=pytest.mark.slow),
+    ],
+)
+def test_a_disk_that_is_full_for_the_first_rank_alone(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path, place: str
+) -> None:
+    """Between Megatron's collectives: all ranks tell the same, and the checkpoint before is as it was."""
+    if "Torch" in place and not hasattr(common, "TorchCommonSaveStrategy"):
+        pytest.skip("this Megatron writes no such file")
+    out = tmp_path / "run"
+    before = f"btx_testing.death:on_rank?0 disk_full_at megatron.core.dist_checkpointing.{place}:2"
+    arguments = world.arguments("tiny_mix", out, layout__ep=2)
+    ends = [process.wait() for process in commands.start_ranks(2, *arguments, before=before)]
+    assert [ended.code for ended in ends] == [2, 2], ends
+    assert "the disk or a quota is full, a checkpoint could not be saved" in ends[0].err
+    assert saved_step(out) == 4
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step_00000004"]
 
 
 def test_every_file_has_its_checksum(commands: CommandServer, whole_pair: Path) -> None:

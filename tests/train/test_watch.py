@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -48,6 +49,17 @@ def test_a_skipped_step_changes_nothing_on_any_rank(
     for facts in found:
         assert not facts["ok"] and not facts["finite"]
         assert math.isfinite(facts["loss"]) == (what == "gradient")
+        assert facts["before"] == facts["after"]
+        assert facts["end"] == facts["calm"] != facts["before"]
+
+
+@pytest.mark.parametrize(("model", "layout"), [("dense", {}), ("mixture", {"ep": 2}), ("dense", {"pp": 2})])
+def test_a_batch_without_a_target_changes_nothing(
+    world: TinyWorld, ranks: RankPool, model: str, layout: dict[str, int]
+) -> None:
+    """No momentum and no decay either, and the next step is as if there had been none."""
+    for facts in ranks.run(around_a_poisoned_step, str(getattr(world, model)), layout, 1, "targets", ranks=2):
+        assert not facts["ok"] and facts["empty"]
         assert facts["before"] == facts["after"]
         assert facts["end"] == facts["calm"] != facts["before"]
 
@@ -122,6 +134,15 @@ def test_only_steps_in_a_row_count() -> None:
     again = Watch(RobustConfig(max_skipped=1))
     again.load_state(json.loads(json.dumps(watch.state())))
     assert again == watch
+
+
+def test_batches_without_a_target_are_no_fault() -> None:
+    """They neither count nor end a row of steps that do, and are in no window."""
+    watch = Watch(RobustConfig(max_skipped=1))
+    watch.see(result(math.nan, ok=False))
+    for _ in range(5):
+        assert watch.see(dataclasses.replace(result(math.nan, ok=False), empty=True)) is None
+    assert watch.skipped == 1 and not watch.broken and not watch.losses
 
 
 def test_a_spike_is_one_among_noise() -> None:

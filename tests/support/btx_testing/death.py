@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import os
@@ -28,6 +29,15 @@ def raise_at(place: str) -> None:
 
     def fail() -> None:
         raise ZeroDivisionError("a bug that a test put here")
+
+    _patch(place, fail)
+
+
+def disk_full_at(place: str) -> None:
+    """No space left, at call number n."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     _patch(place, fail)
 

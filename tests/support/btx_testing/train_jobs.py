@@ -224,6 +224,8 @@ def parameter_counts(model: str) -> dict[str, int]:
 def around_a_poisoned_step(model: str, layout: dict[str, int], rank: int, what: str) -> dict[str, Any]:
     """Of two steps, one with an infinite loss or gradient on one rank alone, and another: its result, and digests.
 
+    With `what` "targets" that step has none, on no rank.
+
     `before` and `after` are of all state around the poisoned step, `end` at the end, `calm` of a run without it.
     """
     import torch.distributed as dist
@@ -236,7 +238,8 @@ def around_a_poisoned_step(model: str, layout: dict[str, int], rank: int, what: 
         if here and what == "gradient":
             weight = next(p for p in subject.gpt.parameters() if p.requires_grad)
             hooks.append(weight.register_hook(lambda gradient: gradient * float("nan")))
-        (poisoned,) = steps(subject, 1, mask=float("inf") if here and what == "loss" else 1.0)
+        mask = 0.0 if what == "targets" else float("inf") if here and what == "loss" else 1.0
+        (poisoned,) = steps(subject, 1, mask=mask)
         for hook in hooks:
             hook.remove()
         after = state_digest(subject)
@@ -245,7 +248,7 @@ def around_a_poisoned_step(model: str, layout: dict[str, int], rank: int, what: 
     with trainee(model, layout, {}) as subject:
         list(steps(subject, 3))
         calm = state_digest(subject)
-    facts = {"ok": poisoned.ok, "finite": poisoned.finite, "loss": poisoned.loss}
+    facts = {"ok": poisoned.ok, "finite": poisoned.finite, "empty": poisoned.empty, "loss": poisoned.loss}
     return {**facts, "before": before, "after": after, "end": end, "calm": calm}
 
 
