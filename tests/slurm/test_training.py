@@ -34,7 +34,7 @@ expert:
   nodes: ${oc.decode:${oc.env:NODES}}
   set: &small
     data: {seq_length: 32}
-    steps: 120
+    steps: 80
     micro_batch_size: 1
     global_batch_size: 4
     eval_batches: 1
@@ -44,7 +44,7 @@ expert:
 joint:
   config: tiny_mix
   nodes: ${oc.decode:${oc.env:NODES}}
-  set: {<<: *small, layout: {ep: 2}}
+  set: {<<: *small, steps: 100, layout: {ep: 2}}
 """
 
 
