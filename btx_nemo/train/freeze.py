@@ -50,13 +50,15 @@ def freeze(model: torch.nn.Module, config: TrainConfig) -> None:
     for name, parameter in global_names(model).items():
         if not config.trains(name):
             parameter.requires_grad_(False)
-    _same_graph_on_all_ranks(model)
+    _begin_backward(model, recompute=config.recompute != "none")
 
 
-def _same_graph_on_all_ranks(model: torch.nn.Module) -> None:
-    """Gives a layer that only some of its ranks train, having the experts that train, a gradient on all. Collective.
+def _begin_backward(model: torch.nn.Module, *, recompute: bool) -> None:
+    """Lets gradients flow where torch sees no need for them, but without them something would not train. Collective.
 
-    A rank without would have no backward pass where the others wait for it, in the exchange of tokens.
+    Where only some ranks train a layer, having the experts that train, the others would have no backward pass while
+    those wait for it in the exchange of tokens. And what is computed again in the backward pass has gradients inside
+    only if its input has one (torch's re-entrant checkpoints), which nothing below gives where all of that is frozen.
     """
     layers: dict[int, Any] = {layer.layer_number: layer for chunk in chunks(model) for layer in chunk.decoder.layers}
     has_trains = torch.zeros(2, chunks(model)[0].config.num_layers + 1, dtype=torch.int64, device=device())
@@ -66,11 +68,20 @@ def _same_graph_on_all_ranks(model: torch.nn.Module) -> None:
     has, trains = has_trains.tolist()
     for number, layer in layers.items():
         if 0 < trains[number] < has[number]:
-            layer.mlp.register_forward_pre_hook(_with_gradient)
+            layer.mlp.register_forward_pre_hook(_input_with_gradient, with_kwargs=True)
+    for chunk in chunks(model):
+        if recompute and any(trains[layer.layer_number] for layer in chunk.decoder.layers):
+            chunk.decoder.register_forward_pre_hook(_input_with_gradient, with_kwargs=True)
 
 
-def _with_gradient(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    hidden, *rest = arguments
-    if not torch.is_grad_enabled() or hidden.requires_grad:
-        return arguments
-    return (hidden.detach().requires_grad_(), *rest)
+def _input_with_gradient(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Hook of a decoder or a feed-forward block. Pipeline stages after the first have their input from elsewhere."""
+    if not torch.is_grad_enabled():
+        return arguments, named
+    if arguments:
+        return (_with_gradient(arguments[0]), *arguments[1:]), named
+    return arguments, {**named, "hidden_states": _with_gradient(named["hidden_states"])}
+
+
+def _with_gradient(hidden: torch.Tensor | None) -> torch.Tensor | None:
+    return hidden if hidden is None or hidden.requires_grad else hidden.detach().requires_grad_()

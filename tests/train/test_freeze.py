@@ -45,12 +45,37 @@ def test_frozen_experts_keep_their_bits_while_the_rest_learns(
 def test_what_a_run_trains_is_all_that_learns(
     ranks: RankPool, world: TinyWorld, layout: dict[str, int], count: int
 ) -> None:
-    changed = changes(
-        ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5, decay_routers=True
-    )
+    """Weight decay is on for all but the routers, which only a gradient moves."""
+    changed = changes(ranks, world.mixture, layout, count, train=["*.mlp.router.*"], weight_decay=0.5)
     assert {name for name, value in changed.items() if value} == {
         f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "layout", "count"),
+    [
+        ("mixture", "*.mlp.router.*", {}, 1),
+        ("mixture", "*.mlp.router.*", {"pp": 2}, 2),
+        ("mixture", "*.mlp.experts.local_experts.0.*", {"ep": 2}, 2),
+        ("dense", "*.1.mlp.*", {}, 1),
+        ("dense", "output_layer.*", {"pp": 2}, 2),
+    ],
+)
+def test_recomputation_loses_no_gradient_where_all_below_is_frozen(
+    ranks: RankPool, world: TinyWorld, model: str, pattern: str, layout: dict[str, int], count: int
+) -> None:
+    def losses(**more: Any) -> list[float]:
+        options = {"train": [pattern], "lr": 0.01, **more}
+        found = ranks.run(train_jobs.losses, str(getattr(world, model)), layout, options, 4, ranks=count)
+        assert all(of_rank == found[0] for of_rank in found)
+        return found[0]
+
+    kept = losses()
+    assert kept[0] - kept[-1] > 1e-3
+    part = {"mixture": "moe", "dense": "mlp"}[model]
+    for again in ({"recompute": "full"}, {"recompute": "selective", "recompute_modules": [part]}):
+        assert losses(**again) == pytest.approx(kept, abs=1e-6), again
 
 
 @pytest.mark.parametrize(("layout", "count"), LAYOUTS)

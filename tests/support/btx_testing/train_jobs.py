@@ -19,13 +19,14 @@ from btx_nemo.config.schema import (
     TrainConfig,
 )
 
+OWN = ("freeze", "train", "precision", "steps", "recompute", "recompute_modules")
 SECTIONS = {"router": RouterConfig, "moe": MoEOverride, "loss_scale": LossScaleConfig}
 
 
 def config(model: str, layout: dict[str, int], options: dict[str, Any]) -> TrainConfig:
-    """A run's configuration; `options` may hold freeze, train, precision, steps, SECTIONS, and OptimConfig's keys."""
+    """A run's configuration; `options` may hold keys of it (OWN and SECTIONS) and OptimConfig's."""
     rest = dict(options)
-    own = {key: rest.pop(key) for key in ("freeze", "train", "precision", "steps") if key in rest}
+    own = {key: rest.pop(key) for key in OWN if key in rest}
     own |= {key: kind(**rest.pop(key)) for key, kind in SECTIONS.items() if key in rest}
     return TrainConfig(
         stage="expert",
