@@ -11,7 +11,7 @@ from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.estimate.communication import Communication, communication
-from btx_nemo.estimate.memory import Memory, Setup, worst
+from btx_nemo.estimate.memory import Memory, Setup, experts_per_token, worst
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import dense_width, shared_width
 from btx_nemo.megatron.parallel import check_batch, check_layout
@@ -142,15 +142,12 @@ def step_seconds(model: ModelConfig, setup: Setup, sent: Communication) -> float
 
 def flops(model: ModelConfig, seq_length: int) -> float:
     """Of a token, forwards and backwards: six per weight that it meets, and attention over half the sequence."""
-    per_token = model.vocab_size * model.hidden_size
+    per_token = float(model.vocab_size * model.hidden_size)
     query, key = model.num_attention_heads * model.head_dim, model.num_query_groups * model.head_dim
     for layer in range(model.num_layers):
         per_token += model.hidden_size * (2 * query + 2 * key)
-        width = model.ffn_hidden_size
-        if model.is_mixture(layer) and model.moe:
-            width = width * model.moe.top_k + shared_width(model)
-        else:
-            width = dense_width(model)
+        routed = model.ffn_hidden_size * experts_per_token(model, layer)
+        width = routed + shared_width(model) if model.is_mixture(layer) else dense_width(model)
         per_token += 3 * model.hidden_size * width
     return 6 * per_token + 6 * model.num_layers * query * seq_length
 

@@ -85,6 +85,11 @@ class BaseRouter(Router):
         return moe.top_k
 
     @classmethod
+    def mean_experts_per_token(cls, moe: MoEConfig, layer: int) -> float:
+        """The same on average in a layer, counted from 0; for estimates."""
+        return cls.experts_per_token(moe)
+
+    @classmethod
     def check(cls, model: ModelConfig) -> None:
         """Raises UserError when the rule cannot route in this model."""
         moe = moe_of(model)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
-from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
 from btx_nemo.routers.functional import capacity_of, expert_choice_selection, softmax
 
@@ -53,6 +53,11 @@ class ExpertChoiceRouter(BaseRouter):
                 raise UserError(
                     f"router.losses.{name}: moe.router=expert_choice is balanced by itself; give router.losses.{name}=0"
                 )
+
+    @classmethod
+    def mean_experts_per_token(cls, moe: MoEConfig, layer: int) -> float:
+        """As many as the experts' capacities hold."""
+        return min(cls.options_of(moe).capacity_factor, moe.num_experts)
 
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.expert_choice_selection`; among the tokens of all ranks that share the micro-batch."""

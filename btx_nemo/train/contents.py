@@ -42,7 +42,8 @@ class Content:
 def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
     """Raw weights of the training domains, and the domains to validate on: by default all of the kind that trains.
 
-    Chats among texts would keep every sequence's documents apart, which costs the fast attention.
+    Chats among texts would keep every sequence's documents apart, which costs the fast attention. Of domains that are
+    not used nothing is read where `data.valid` names those that are.
 
     `data.blend` comes first: the paper's experts, each of a domain, see several sources.
     """
@@ -57,9 +58,11 @@ def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
             f"--domain NAME --tokenizer DIR --out {config.data.path}"
         )
     blend = config.data.blend or dict.fromkeys([config.domain] if config.domain else domains, 1.0)
-    kinds = {load_meta(Path(config.data.path), domain)["kind"] for domain in blend}
-    alike = [domain for domain in domains if load_meta(Path(config.data.path), domain)["kind"] in kinds]
-    return blend, config.data.valid or alike
+    if config.data.valid:
+        return blend, config.data.valid
+    kind = {domain: load_meta(Path(config.data.path), domain)["kind"] for domain in (*blend, *domains)}
+    kinds = {kind[domain] for domain in blend}
+    return blend, [domain for domain in domains if kind[domain] in kinds]
 
 
 def contents_of(config: TrainConfig) -> dict[str, Content]:

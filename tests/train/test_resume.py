@@ -405,8 +405,10 @@ def test_a_lost_latest_loses_no_step(
 
 
 def test_other_data_are_refused(world: TinyWorld, commands: CommandServer, half: Path, tmp_path: Path) -> None:
+    """A domain more, or other tokens; but not another domain of the folder, which the run only validates on."""
     out = Path(shutil.copytree(half, tmp_path / "run"))
     record = json.loads((out / "data.json").read_text())
+    assert set(record) == {"math"} and "sources" not in record["math"]
     (out / "data.json").write_text(json.dumps({**record, "law": record["math"]}))
     ended = commands.run(*world.arguments("tiny_expert", out))
     assert ended.code == 2 and "was started on other data: law had 5 documents of" in ended.err, ended.err
