@@ -63,7 +63,7 @@ class ExpertChoiceRouter(BaseRouter):
         """See `functional.expert_choice_selection`; among the tokens of all ranks that share the micro-batch."""
         probs_TE = softmax(logits_TE)
         scores_TE = probs_TE if self.valid_T is None else probs_TE - 2.0 * ~self.valid_T[:, None]  # padding comes last
-        whole_TE, here = self.gather_tokens(scores_TE.detach())
+        whole_TE, here = self.places.gather_tokens(scores_TE.detach(), self.sequences)
         capacity = int(capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor))
         selected_TE = expert_choice_selection(whole_TE, capacity)[here]
         return probs_TE * selected_TE, selected_TE

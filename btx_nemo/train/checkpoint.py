@@ -134,5 +134,6 @@ def _verify(folder: Path, manifest: dict[str, Any]) -> None:
     except UserError as error:
         mine = str(error)
     dist.all_gather_object(found, mine)
-    for text in filter(None, found):
-        raise UserError(text)
+    first = next(filter(None, found), None)
+    if first is not None:
+        raise UserError(first)

@@ -9,9 +9,7 @@ import numpy as np
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import list_domains, load_meta
-from btx_nemo.data.indexed import open_indexed
-from btx_nemo.data.order import sample_documents
-from btx_nemo.data.packing import pack
+from btx_nemo.data.packing import pack, sampled
 from btx_nemo.errors import UserError
 
 
@@ -25,6 +23,8 @@ class Content:
     tokens: int
     sequences: int
     """Of one pass."""
+    places: int = 0
+    """Of these sequences, that conversations take in all."""
     cut: int = 0
     """Conversations that are longer than a sequence."""
     lost: int = 0
@@ -34,7 +34,7 @@ class Content:
         """In words."""
         if self.kind == "text":
             return f"{self.documents} documents, {self.tokens} tokens, {self.sequences} sequences"
-        full = (self.tokens - self.documents - self.lost) / (self.sequences * seq_length)
+        full = self.places / (self.sequences * seq_length)
         cut = f"; {self.cut} are longer than a sequence and lose {self.lost} tokens" if self.cut else ""
         return f"{self.documents} conversations, {self.tokens} tokens, {self.sequences} sequences {full:.1%} full{cut}"
 
@@ -77,13 +77,13 @@ def contents_of(config: TrainConfig) -> dict[str, Content]:
     contents = {}
     for domain in blend_of(config)[0]:
         kind = load_meta(Path(data.path), domain)["kind"]
-        lengths = open_indexed(Path(data.path) / domain / "train").lengths
-        documents = sample_documents(len(lengths), data.sample, domain)
+        lengths, documents = sampled(Path(data.path) / domain / "train", data.sample)
         tokens = int(lengths[documents].sum(dtype=np.int64))
         counts = {"kind": kind, "documents": len(documents), "tokens": tokens}
         if kind == "chat":
             packing = pack(lengths, documents, data.seq_length)
-            counts |= {"sequences": len(packing.sequences), "cut": packing.cut, "lost": packing.lost}
+            counts |= {"sequences": len(packing.sequences), "places": packing.places}
+            counts |= {"cut": packing.cut, "lost": packing.lost}
         else:
             counts["sequences"] = max(tokens - 1, 0) // data.seq_length
         contents[domain] = Content(**counts)

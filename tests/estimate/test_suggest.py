@@ -149,7 +149,10 @@ def test_the_command(commands: CommandServer, folder: Path) -> None:
         (["--gpus", "0"], "--gpus 0: must be 1 or more"),
         (["--gpus", "3", "--tp", "2"], "does not divide the 3 ranks"),
         (["--precision", "fp4"], "--precision fp4: unknown; known: fp32, bf16, fp16"),
-        (["--micro-batch-size", "3"], "--global-batch-size 1024: must be a multiple of 3"),
+        (
+            ["--micro-batch-size", "3"],
+            "global_batch_size=1024 is not a positive multiple of micro_batch_size=3 x data-par",
+        ),
         (["--gpus", "8", "--memory-gib", "1"], "no layout fits"),
         (["--gpus", "7", "--memory-gib", "80"], "no layout divides"),
         (["--gpus", "8", "--memory-gib", "80", "--tp", "3"], "no layout divides"),
