@@ -136,6 +136,25 @@ def test_the_ranks_of_a_job(tmp_path: Path) -> None:
     ]
 
 
+def test_wrong_input_is_not_requeued_though_torchrun_ends_with_1(tmp_path: Path) -> None:
+    """A crash is; what an earlier start said of its input does not count then."""
+    runs = tmp_path / "runs"
+    environment = job_environment(tmp_path, SLURM_JOB_NUM_NODES="1", BTX_REQUEUE_ON_FAILURE="1")
+    stub(tmp_path, "srun", 'while [[ $1 == -* ]]; do shift; done; "$@"')
+    stub(tmp_path, "scontrol", f'echo "$@" >>{tmp_path}/told')
+    stub(tmp_path, "sleep", "exit 0")
+    command = f'while [[ $1 == -* || $1 != btx_nemo ]]; do shift; done; {sys.executable} -m "$@"; exit 1'
+    torchrun = f"if [[ $2 == torch.distributed.run ]]; then [[ -z ${{CRASH:-}} ]] || exit 1; {command}; fi"
+    stub(tmp_path, "python", f'{torchrun}\nexec {sys.executable} "$@"')
+    environment["BTX_PYTHON"] = str(tmp_path / "bin" / "python")
+    ended = script("train_expert.sh", "math", "stepz=1", runs=runs, **environment)
+    assert ended.returncode == 2 and "btx-nemo train: " in ended.stderr and "stepz" in ended.stderr, ended.stderr
+    assert (runs / "state" / "expert-math.refused").exists() and not (tmp_path / "told").exists()
+    ended = script("train_expert.sh", "math", "stepz=1", runs=runs, **environment, CRASH="1")
+    assert ended.returncode == 1 and "requeue 1 of 10" in ended.stdout, ended.stderr
+    assert (tmp_path / "told").read_text() == "requeue 31\n"
+
+
 def test_a_task_of_an_array_takes_its_domain(tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "30", "SLURM_ARRAY_TASK_ID": "1"}
     ended = script("train_expert.sh", "math", "code", runs=tmp_path / "runs", **job_environment(tmp_path, **array))
