@@ -179,6 +179,28 @@ def test_a_copy_in_a_spool_finds_the_scripts_it_was_submitted_from(tmp_path: Pat
     assert "job 31, restart 0" in ended.stdout, ended.stderr
 
 
+def test_a_script_without_its_folder_says_so(tmp_path: Path) -> None:
+    """At once where there is no Slurm, and where Slurm does not know the job."""
+    copy = shutil.copy(SCRIPTS / "train_expert.sh", tmp_path)
+    stub(tmp_path, "sleep", "exit 0")
+    stub(tmp_path, "scontrol", "exit 1")
+    for job in ({}, {"SLURM_JOB_ID": "31"}):
+        env = {**plain_environment(), **path(tmp_path), **job}
+        ended = subprocess.run(["bash", copy, "math"], env=env, capture_output=True, text=True, timeout=60)
+        message = "train_expert.sh: common.sh is not beside this script; run or submit it from the folder slurm/\n"
+        assert (ended.returncode, ended.stderr) == (2, message)
+
+
+def test_all_scripts_find_their_folder_in_the_same_way() -> None:
+    """But for their names: nothing can be sourced before it is found."""
+    blocks = {}
+    for file in SCRIPTS.glob("*.sh"):
+        _, start, rest = file.read_text().partition("\nhere=")
+        if start:
+            blocks[file.name] = rest.partition('source "$here/common.sh"')[0].replace(file.name, "NAME")
+    assert len(blocks) == 8 and len(set(blocks.values())) == 1
+
+
 def test_pyxis(tmp_path: Path) -> None:
     """Everything runs in the image, our own helper too, with the folders it needs mounted."""
     runs, data = tmp_path / "runs", tmp_path / "data"
