@@ -186,6 +186,14 @@ def test_what_sbatch_refuses_leaves_all_as_it_was(runs: Path, queue: Queue) -> N
     assert queue.calls("scancel") == ["scancel 3"]
 
 
+def test_what_was_to_be_replaced_is_told_where_sbatch_refuses(runs: Path, queue: Queue) -> None:
+    submit(WORDS, runs=runs)
+    queue.set("refuse", "btx-mix")
+    with pytest.raises(UserError, match="nothing stays submitted, and 1, 2, to be replaced, had been cancelled"):
+        submit([*WORDS, "data=/b"], runs=runs)
+    assert not queue.jobs() and ids(runs) == {"expert-math": "1", "mix": "2"}
+
+
 def test_a_record_that_cannot_be_written(runs: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -266,12 +274,15 @@ def test_a_process_of_this_machine_is_no_job_to_wait_for(runs: Path, queue: Queu
     assert not queue.calls("sbatch")
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(("local", "linked"), [(False, False), (True, False), (False, True)])
 def test_the_printed_script_makes_again_what_submit_would(
-    local: bool, runs: Path, queue: Queue, capsys: pytest.CaptureFixture[str]
+    local: bool, linked: bool, runs: Path, queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit(["math", "until=experts"], runs=runs, local=True)
     before = (runs / "expert-math" / "starts.jsonl").read_text()
+    if linked:
+        (runs / "expert-math").rename(runs / "elsewhere")
+        (runs / "expert-math").symlink_to("elsewhere")
     capsys.readouterr()
     submit(["math", "until=experts"], runs=runs, local=local, dry_run=True, redo=["expert-math"])
     subprocess.run(["bash", "-c", capsys.readouterr().out], check=True, capture_output=True)
