@@ -233,7 +233,7 @@ def moving(out: Path, place: Path) -> list[list[str]]:
 
 
 def _target(out: Path) -> Path | None:
-    """Where a link has to lead once it is moved: a relative one led elsewhere from there. None where there is no link."""
+    """Where a link has to lead once moved, as a relative one led elsewhere from there; None where there is no link."""
     return out.parent.absolute() / os.readlink(out) if out.is_symlink() else None
 
 

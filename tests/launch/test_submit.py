@@ -98,7 +98,7 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
     monkeypatch.delenv("BTX_CLI")
     submit([], config_name="pipeline_tiny", runs=runs, dry_run=True)
     for word, message in (
-        ("expert.config=nope", "expert-math: --config-name nope: not in .*; known: .*expert"),
+        ("expert.config=nope", r"expert-math: --config-name nope: not in .*; known: .*\bexpert,"),
         ("experts.code.set.optim.lr=fast", "expert-code: train/expert.yaml: optim.lr must be float"),
         ("joint.set.layout.tpp=2", "joint: train/mix.yaml: unknown key layout.tpp"),
         ("mix.set.top_k=two", "mix: mix/btx.yaml: top_k must be int"),
