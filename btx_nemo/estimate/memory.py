@@ -219,7 +219,7 @@ def _in_flight(setup: Setup, stage: int) -> int:
 
 def head(model: ModelConfig, setup: Setup) -> int:
     """The final norm and the loss, which makes its softmax in fp32 beside the logits; the gradient takes its place."""
-    hidden = 3 * setup.tokens * model.hidden_size * max(ITEMSIZE[setup.precision], FP32)
+    hidden = 2 * setup.tokens * model.hidden_size * ITEMSIZE[setup.precision]
     return (hidden + 2 * FP32 * setup.tokens * model.vocab_size) // setup.layout.tp
 
 
@@ -236,9 +236,8 @@ class _Layer:
 def _layer(model: ModelConfig, setup: Setup, layer: int) -> _Layer:
     size, tokens, tp = ITEMSIZE[setup.precision], setup.tokens, setup.layout.tp
     hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
-    wide = size < FP32
-    # Inputs and outputs of the norms, which compute in fp32, the attention's output and the sublayers' inputs.
-    kept, again = tokens * hidden * ((5 * size + 2 * FP32) if wide else 7 * size) // tp, 0
+    # Inputs and outputs of the two norms, and the attention's output.
+    kept, again = 5 * tokens * hidden * size // tp, 0
     kept += tokens * query * size // tp  # rotated queries
     kept += 4 * setup.positions * model.head_dim * size  # sines and cosines, for queries and keys
     for module, parts in (("core_attn", _attention(model, setup)), ("mlp", _feed_forward(model, setup, layer))):
