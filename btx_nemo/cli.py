@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import gc
 import logging
@@ -21,7 +22,7 @@ from btx_nemo import __version__
 from btx_nemo.convert.arguments import add_conversions, add_verify
 from btx_nemo.data.arguments import add_prepare_data
 from btx_nemo.embed.arguments import add_embed
-from btx_nemo.errors import BtxError, RankFailed, Stopped, UserError
+from btx_nemo.errors import BtxError, EnvironmentLacks, RankFailed, Stopped, UserError
 from btx_nemo.estimate.arguments import add_plan
 from btx_nemo.launch.cli import add_commands as add_launch_commands
 
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BtxError as error:
         if parsed.debug:
             raise
+        _tell_script(error.exit_code)
         _say_once(f"btx-nemo {parsed.command}: {' '.join(str(error).split())}", error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
@@ -71,12 +73,24 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:  # a place that cannot be read or written, wherever it was met
         if parsed.debug or error.errno not in _PLACES:
             raise
+        _tell_script(UserError.exit_code)
         _say_once(
             f"btx-nemo {parsed.command}: {str(error.filename or 'output')[:200]}: {os.strerror(error.errno).lower()}; "
             "choose another place, or mend this one",
             error,
         )
         sys.exit(UserError.exit_code)
+
+
+def _tell_script(code: int) -> None:
+    """Leaves an empty file where a job script asks for one: the same again would end with this code (2 or 3) again.
+
+    torchrun, which is between them, ends with 1 whatever its ranks end with. On a full disk there is still room for it.
+    """
+    place = os.environ.get("_BTX_REFUSED")
+    if place and code in (UserError.exit_code, EnvironmentLacks.exit_code):
+        with contextlib.suppress(OSError):
+            Path(place).touch()
 
 
 def _say_once(line: str, error: Exception) -> None:
@@ -131,23 +145,30 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", _doctor, "What this installation can do, and what each missing part costs.")
     add_prepare_data(command)
     add_embed(command)
-    for name, run, text, where in (
-        ("train", _train, "Train a dense specialist or a mixture.", ("train", "config/schema.py")),
-        ("mix", _mix, "Assemble dense models into a mixture of experts.", ("mix", "mix/config.py")),
+    for name, run, schema, text, dry_run in (
+        (
+            *("train", _train, "config/schema.py", "Train a dense specialist or a mixture."),
+            "check all, print what would run, and end",
+        ),
+        (
+            *("mix", _mix, "mix/config.py", "Assemble dense models into a mixture of experts."),
+            "print the plan and read no tensor",
+        ),
     ):
         sub = command(name, run, text)
         sub.add_argument("--config-name", required=True, help=f"a file of conf/{name}, without .yaml")
         sub.add_argument("--config-path", help=f"a folder instead of conf/{name}")
-        if name == "mix":
-            sub.add_argument("--dry-run", action="store_true", help="print the plan and read no tensor")
-        else:
-            sub.add_argument("--dry-run", action="store_true", help="check all, print what would run, and end")
-        sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(*where))
+        sub.add_argument("--dry-run", action="store_true", help=dry_run)
+        sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(name, schema))
     add_conversions(command)
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
     sub.add_argument("--json", action="store_true", help="print JSON")
-    sub.add_argument("--checksums", action="store_true", help="compare every file's SHA-256 with the manifest's")
+    sub.add_argument(
+        "--checksums",
+        action="store_true",
+        help="compare every file's SHA-256 with the manifest's, which training checkpoints have",
+    )
     add_verify(command)
     add_launch_commands(command)
     add_plan(command)

@@ -117,8 +117,8 @@ class Stage:
                 continue
             for state in part.optimizer.state.values():
                 tensors |= {id(v): v for v in state.values() if isinstance(v, torch.Tensor) and v.dim()}
-            for groups in (part.shard_fp32_from_float16_groups,):
-                tensors |= {id(v): v for group in groups for v in group if v is not None}
+            main = part.shard_fp32_from_float16_groups
+            tensors |= {id(v): v for group in main for v in group if v is not None}
         return sum(v.numel() * v.element_size() for v in tensors.values())
 
     def gradient_bytes(self) -> int:

@@ -273,25 +273,24 @@ CHECKS: dict[str, Callable[[Size, Device], Iterator[Row]]] = {
 }
 
 
+def rows_in_time(name: str, rows: Iterator[Row], deadline: float) -> Iterator[Row]:
+    """A check's rows; those that would begin after the deadline are skipped, and one that fails ends them."""
+    while time.monotonic() <= deadline:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # the other checks still tell something
+            yield Row(name, "stopped", f"{type(error).__name__}: {str(error)[:200]}", "FAILED")
+            return
+        yield row
+    yield Row(name, "the rest", "out of time; give more --minutes", "skipped")
+
+
 def all_rows(size: Size, device: Device, deadline: float) -> list[Row]:
-    """Every check; those that would begin after the deadline are skipped."""
-    rows: list[Row] = []
+    """Every check."""
     with parallel_state(config(size, size.model).layout, seed=1):
-        for name, check in CHECKS.items():
-            made = check(size, device)
-            while True:
-                if time.monotonic() > deadline:
-                    rows.append(Row(name, "the rest", "out of time; give more --minutes", "skipped"))
-                    break
-                try:
-                    row = next(made, None)
-                except Exception as error:  # the other checks still tell something
-                    row = None
-                    rows.append(Row(name, "stopped", f"{type(error).__name__}: {str(error)[:200]}", "FAILED"))
-                if row is None:
-                    break
-                rows.append(row)
-    return rows
+        return [row for name, check in CHECKS.items() for row in rows_in_time(name, check(size, device), deadline)]
 
 
 def main() -> int:

@@ -71,6 +71,9 @@ btx_setup() { # slurm-dir stage
     fi
   fi
   STAGE=$2
+  # Where a rank says that its code is 2 or 3: torchrun makes 1 of it. What an earlier start said does not count.
+  export _BTX_REFUSED=$RUNS/state/$STAGE.refused
+  rm -f -- "$_BTX_REFUSED" 2>/dev/null || true
   btx_event start
   # A checkout runs its own code, whichever version is installed.
   if [[ -f $home/btx_nemo/__main__.py ]]; then export PYTHONPATH=$home${PYTHONPATH:+:$PYTHONPATH}; fi
@@ -242,7 +245,8 @@ btx_finish() { # rc done-path: what is on disk decides, never the exit status (t
   if [[ $rc == 0 && -z $STOP ]]; then
     btx_die 1 "the command ended without an error, but $2 is missing; look at the log above"
   fi
-  # 2 and 3 say that the input or the installation is wrong: that is so the next time too.
+  # 2 and 3 say that the input or the installation is wrong, or a disk full: that is so the next time too.
+  if [[ $rc != [23] && -e $_BTX_REFUSED ]]; then rc=2; fi
   if ((IN_SLURM)) && [[ $STOP == limit || (-z $STOP && $rc != [23] && ${BTX_REQUEUE_ON_FAILURE:-0} == 1) ]]; then
     btx_requeue
   fi

@@ -16,12 +16,16 @@
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [[ ! -f $here/common.sh ]]; then # sbatch runs a copy in slurmd's spool; Slurm knows the submitted path
+if [[ ! -f $here/common.sh && -n ${SLURM_JOB_ID:-} ]]; then # sbatch runs a copy in slurmd's spool; Slurm knows the submitted path
   for ((try = 0; try < 12; try++)); do # a controller that is being restarted is back in a minute
-    here=$(scontrol show job "${SLURM_JOB_ID:?}") && break
+    here=$(scontrol show job "$SLURM_JOB_ID") && break
     sleep 5
   done
   here=${here#*Command=} here=${here%%/eval.sh*}
+fi
+if [[ -z $here || ! -f $here/common.sh ]]; then
+  printf '%s: common.sh is not beside this script; run or submit it from the folder slurm/\n' "${0##*/}" >&2
+  exit 2
 fi
 # shellcheck source=slurm/common.sh
 source "$here/common.sh"

@@ -40,3 +40,17 @@ def commands() -> Iterator[CommandServer]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
     """Data and models for tiny training runs; read only."""
     return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone, unless there is one."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        yield
+        return
+    store = tmp_path_factory.mktemp("store") / "file"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

@@ -14,12 +14,20 @@ from btx_testing.commands import CommandServer, clean_environment, run_module, w
 from btx_testing.runs import TinyWorld, logged_step
 
 from btx_nemo.cli import _parser, main
+from btx_nemo.config.load import conf_dir
 
 COMMANDS = (
     *("doctor", "prepare-data", "embed", "train", "mix", "import", "export", "inspect", "verify"),
     *("submit", "status", "logs", "cancel", "stage", "losses"),
     *("plan", "plot", "demo"),
 )
+
+
+def named(command: str) -> str:
+    """The configurations of a command."""
+    return ", ".join(sorted(path.stem for path in (conf_dir() / command).glob("[!_]*.yaml")))
+
+
 WRONG = [
     ([], "required: COMMAND"),
     (["frobnicate"], "invalid choice: 'frobnicate'"),
@@ -27,12 +35,12 @@ WRONG = [
     (["train", "--config-name", "nope"], "--config-name nope: not in"),
     (
         ["train", "--config-name", "_base"],
-        "; known: bar_midtrain, ",
+        f"; known: {named('train')}\n",
     ),
     (["train", "--config-path", "nowhere", "--config-name", "x"], "known: none"),
     (["train", "--config-name", "expert", "--nope"], "unrecognized arguments: --nope"),
     (["train", "--config-name", "expert"], "domain is required; give domain=VALUE"),
-    (["mix", "--config-name", "nope"], "known: add, average, bam, bar, btx"),
+    (["mix", "--config-name", "nope"], f"known: {named('mix')}\n"),
     (["mix", "--config-name", "btx", "out=o"], "experts: none given; name at least one specialist"),
     (["mix", "--config-name", "btx", "out=o", "experts.a=nowhere", "seed=nowhere", "nope=1"], "unknown key nope"),
     (["mix", "--config-name", "btx", "out=o", "experts.a=nowhere", "seed=nowhere"], "nowhere: no such folder"),

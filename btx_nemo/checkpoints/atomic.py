@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,14 @@ def check_free_space(out: Path, needed: int) -> None:
             f"{out}: the result needs up to {human_bytes(needed)} ({needed} bytes), metadata included, but "
             f"{human_bytes(free)} are free; free space or choose another place"
         )
+
+
+def hide(folder: Path) -> Path:
+    """Makes a folder none at once, in a place of its own to be removed from.
+
+    What of it cannot go now, because another process has it open or writes to it, is in nobody's way.
+    """
+    return folder.rename(folder.with_name(f".{folder.name}.old-{uuid.uuid4().hex[:8]}"))
 
 
 def refuse_existing(out: Path) -> None:

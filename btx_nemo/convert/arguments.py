@@ -32,9 +32,8 @@ def add_conversions(command: Callable) -> None:
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_EXPORT + _COMMON)
     _add_flag(sub, "verify=false", "--no-verify")
     _add_flag(sub, "allow_inexact=true", "--allow-inexact")
-    sub.add_argument(
-        "--target", dest="flags", action="append", type="target={}".format, metavar="MODEL_TYPE", help="target="
-    )
+    text, same = "the same as target=MODEL_TYPE", "target={}".format
+    sub.add_argument("--target", dest="flags", action="append", type=same, metavar="MODEL_TYPE", help=text)
 
 
 def _add_flag(sub: argparse.ArgumentParser, assignment: str, flag: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from btx_nemo.checkpoints.files import read_regular
+from btx_nemo.data.sources import check_unicode, value_of
 from btx_nemo.data.tokenizer import Encoder, load_transformers
 from btx_nemo.errors import UserError
 
@@ -74,10 +75,7 @@ class ChatEncoder:
         return Conversation(text=text, ids=ids, targets=targets)
 
     def _messages(self, record: Any) -> tuple[list[dict[str, Any]], Any]:
-        if not isinstance(record, dict) or self.messages_key not in record:
-            keys = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
-            raise UserError(f"no key {self.messages_key!r} (found: {keys}); name it with --messages-key")
-        messages = record[self.messages_key]
+        messages = value_of(record, self.messages_key, "--messages-key")
         if not isinstance(messages, list) or not all(
             isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
         ):
@@ -99,10 +97,7 @@ class ChatEncoder:
 
     def _render(self, messages: list[dict[str, Any]], tools: Any, *, prompt: bool = False) -> str:
         text = self._apply(messages, tools, tokenize=False, add_generation_prompt=prompt)
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError("a message holds a lone surrogate; repair the line") from error
+        check_unicode(text, "a message")
         return text
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ import numpy as np
 from btx_nemo.data.blend import check_blend_kinds, check_data, list_domains, load_meta, normalise_weights
 from btx_nemo.data.indexed import IndexedFile, open_indexed
 from btx_nemo.data.order import Blend, Passes, sample_documents
-from btx_nemo.data.packing import PackedChats, pack
+from btx_nemo.data.packing import PackedChats, pack, sampled
 from btx_nemo.data.prepare import TARGETS
 from btx_nemo.errors import UserError
 
@@ -166,10 +166,8 @@ class _Builder:
 
     def _packed(self, domain: str, split: str) -> PackedChats:
         prefix, seq_length = self._prefix(domain, split), self.common["sequence_length"]
-        lengths = open_indexed(prefix).lengths
-        documents = sample_documents(len(lengths), self.sample if split == "train" else 1.0, domain)
-        targets = prefix.with_name(split + TARGETS)
-        chats = PackedChats(prefix, targets, pack(lengths, documents, seq_length), seq_length)
+        packing = pack(*sampled(prefix, self.sample if split == "train" else 1.0), seq_length)
+        chats = PackedChats(prefix, prefix.with_name(split + TARGETS), packing, seq_length)
         if split == "train":  # of a validation set only its head is used
             _need_targets(chats, prefix, seq_length)
         return chats

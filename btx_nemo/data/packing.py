@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from btx_nemo.data.indexed import open_indexed
+from btx_nemo.data.order import sample_documents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,16 @@ class Packing:
     """Documents that are longer than a sequence: their end is lost."""
     lost: int
     """Tokens that are lost so."""
+
+
+def sampled(prefix: Path, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of every document of a domain's split, and the numbers of those in a share of it.
+
+    The domain, on which the choice depends (`order.sample_documents`), is the name of the folder. Raises UserError for
+    an index that is missing or damaged.
+    """
+    lengths = open_indexed(prefix).lengths
+    return lengths, sample_documents(len(lengths), share, prefix.parent.name)
 
 
 def pack(lengths: np.ndarray, documents: np.ndarray, seq_length: int) -> Packing:

@@ -18,8 +18,8 @@ from typing import Any
 from btx_nemo.checkpoints.atomic import atomic_dir
 from btx_nemo.checkpoints.files import read_json, write_json
 from btx_nemo.config.domains import check_domain
-from btx_nemo.data.chat import ChatEncoder, template_hash
-from btx_nemo.data.encode import Encoded, Job, encode_all, load_encoders
+from btx_nemo.data.chat import ChatEncoder, load_chat_encoder, template_hash
+from btx_nemo.data.encode import Encoded, Job, encode_all
 from btx_nemo.data.sources import SPLITS, Piece, Source, find_sources, plan_tasks
 from btx_nemo.data.tokenizer import Encoder, keep_tokenizer, load_encoder, tokenizer_hash
 from btx_nemo.errors import UserError
@@ -92,6 +92,7 @@ def prepare_data(
     text = _load_encoder(tokenizer, eod_token, append_eod and not chat)
     sources = find_sources(inputs, pattern)
     validation = _validation_sources(validation_inputs, sources, pattern)
+    every = [*sources, *(validation or [])]
     job = Job(
         tokenizer=Path(tokenizer),
         eod_token=eod_token,
@@ -103,13 +104,12 @@ def prepare_data(
         chat_template=chat_template,
         messages_key=messages_key,
     )
-    encoder = _load_chat_encoder(job, [*sources, *(validation or [])]) if chat else text
+    encoder = _load_chat_encoder(job, text, every) if chat else text
     if (out_dir / "tokenizer").exists():
         keep_tokenizer(tokenizer, out_dir / "tokenizer")  # refuses another one before the work, not after
     with _unmade_after_failure(out_dir), atomic_dir(out_dir / domain, overwrite=overwrite) as scratch:
         tasks = plan_tasks(sources, validation, validation_fraction)
         results = encode_all(tasks, job, encoder, workers or default_workers())
-        every = [*sources, *(validation or [])]
         with byte_progress(sum(source.size for source in every), f"tokenising {domain}") as advance:
             counts = _write(scratch, zip(tasks, results), job, advance)
         _check_counts(counts, inputs, validation_fraction)
@@ -146,21 +146,17 @@ def _load_encoder(tokenizer: Path, eod_token: str | None, append_eod: bool) -> E
     return encoder
 
 
-def _load_chat_encoder(job: Job, sources: Sequence[Source]) -> ChatEncoder:
-    other = next((source.path for source in sources if not source.jsonl), None)
+def _load_chat_encoder(job: Job, text: Encoder, every: Sequence[Source]) -> ChatEncoder:
+    other = next((source.path for source in every if not source.jsonl), None)
     if other is not None:
         raise UserError(f"{other}: conversations are lines of JSON; give .jsonl files")
-    encoder = load_encoders(job)
-    assert isinstance(encoder, ChatEncoder)
-    return encoder
+    return load_chat_encoder(job.tokenizer, text, job.chat_template, job.messages_key)
 
 
 def _describe(domain: str, job: Job, loaded: Encoder | ChatEncoder) -> dict[str, Any]:
     """What meta.json says of the tokens."""
-    encoder, chat = loaded, {}
-    if isinstance(loaded, ChatEncoder):
-        encoder, chat = loaded.encoder, {"chat_template_sha256": template_hash(loaded.template)}
-    assert isinstance(encoder, Encoder)
+    encoder = loaded.encoder if isinstance(loaded, ChatEncoder) else loaded
+    chat = {"chat_template_sha256": template_hash(loaded.template)} if isinstance(loaded, ChatEncoder) else {}
     return {
         "format": FORMAT,
         "kind": KINDS[job.chat],

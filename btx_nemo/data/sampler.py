@@ -34,7 +34,7 @@ def num_microbatches(*, global_batch_size: int, micro_batch_size: int, dp_size: 
     per_step = micro_batch_size * dp_size
     if min(global_batch_size, micro_batch_size, dp_size) < 1 or global_batch_size % per_step:
         raise UserError(
-            f"train: global_batch_size={global_batch_size} is not a positive multiple of "
+            f"global_batch_size={global_batch_size} is not a positive multiple of "
             f"micro_batch_size={micro_batch_size} x data-parallel size {dp_size}; "
             f"choose a multiple of {max(1, per_step)}"
         )

@@ -181,7 +181,7 @@ def read_piece(piece: Piece, text_key: str) -> Iterator[str]:
         UserError: not UTF-8, a line that is not JSON or lacks the key; with file and line.
     """
     if piece.jsonl:
-        yield from (_text_of(record, piece.path, at, text_key) for record, at in _records(piece))
+        yield from read_records(piece, lambda record: _text_of(record, text_key))
         return
     with piece.path.open("rb") as stream:
         stream.seek(piece.start)
@@ -226,22 +226,28 @@ def _decode(data: bytes, piece: Piece, at: int) -> str:
         raise UserError(f"{piece.path}:{line}: not UTF-8; convert the file (iconv), or leave it out") from error
 
 
-def _text_of(record: Any, path: Path, at: int, text_key: str) -> str:
-    if not isinstance(record, dict) or text_key not in record:
-        keys = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
-        raise UserError(
-            f"{path}:{_line_number(path, at)}: no key {text_key!r} (found: {keys}); name it with --text-key"
-        )
-    text = record[text_key]
+def _text_of(record: Any, key: str) -> str:
+    text = value_of(record, key, "--text-key")
     if not isinstance(text, str):
-        raise UserError(f"{path}:{_line_number(path, at)}: {text_key!r} is {type(text).__name__}, not text")
+        raise UserError(f"{key!r} is {type(text).__name__}, not text")
+    check_unicode(text, repr(key))
+    return text
+
+
+def value_of(record: Any, key: str, option: str) -> Any:
+    """What a JSON record has under `key`, which `option` names. Raises UserError, without a place, if it has none."""
+    if not isinstance(record, dict) or key not in record:
+        keys = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"no key {key!r} (found: {keys}); name it with {option}")
+    return record[key]
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises UserError, without a place, for text that is no Unicode: JSON can hold half of a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise UserError(
-            f"{path}:{_line_number(path, at)}: {text_key!r} holds a lone surrogate; repair the line"
-        ) from error
-    return text
+        raise UserError(f"{what} holds a lone surrogate; repair the line") from error
 
 
 def _line_number(path: Path, at: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,11 +14,10 @@ from btx_nemo.errors import UserError
 from btx_nemo.estimate.arguments import AXES
 from btx_nemo.estimate.communication import Communication, communication
 from btx_nemo.estimate.memory import ITEMSIZE, Setup, memory
-from btx_nemo.estimate.suggest import Candidate, candidates, flops, suggest
+from btx_nemo.estimate.suggest import Candidate, candidates, flops, setup_of, suggest
 from btx_nemo.families.architecture import read_config
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import find_checkpoint, read_model_json
-from btx_nemo.megatron.parallel import check_batch, check_layout
 from btx_nemo.plan.progress import human_bytes
 
 MOST = 1 << 24
@@ -42,59 +43,38 @@ def plan(
     `given` are axes of the layout: others are 1, or, with `memory_gib`, looked for; so is `recompute`.
     """
     model, layout = model_of(folder), LayoutConfig(**given)
-    smallest = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp
-    ranks = smallest if gpus is None else gpus
-    console = Console()
+    ranks = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp if gpus is None else gpus
     if precision not in ITEMSIZE:
         raise UserError(f"--precision {precision}: unknown; known: {', '.join(ITEMSIZE)}")
-    for name, value in (
-        ("--gpus", ranks),
-        ("--seq-length", seq_length),
-        ("--micro-batch-size", micro_batch_size),
-        ("--global-batch-size", global_batch_size),
-    ):
-        if value < 1:
-            raise UserError(f"{name} {value}: must be 1 or more")
-        if value > MOST:
-            raise UserError(f"{name}: must be at most {MOST}")
-    if memory_gib is not None and not 0 < memory_gib <= MOST:
-        raise UserError(f"--memory-gib {memory_gib:g}: must be a positive number, at most {MOST}")
+    sizes = {
+        "seq_length": seq_length,
+        "micro_batch_size": micro_batch_size,
+        "global_batch_size": global_batch_size,
+    }
+    _check_sizes({"gpus": ranks, **sizes}, memory_gib)
+    rest: dict[str, Any] = {"precision": precision, "flash": flash, "recompute_modules": recompute_modules}
+    console = Console()
     if memory_gib is not None:
-        setups = candidates(
-            model,
-            ranks,
-            global_batch_size=global_batch_size,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            given=given,
-            precision=precision,
-            flash=flash,
-            recompute_modules=recompute_modules,
-        )
+        setups = candidates(model, ranks, given=given, **sizes, **rest)
         recomputes = (recompute,) if recompute else ("none", "full")
         console.print(_suggestions(suggest(model, setups, int(memory_gib * 2**30), recomputes=recomputes), memory_gib))
         return
-    check_layout(layout, ranks, model)
-    per_step = micro_batch_size * layout.dp(ranks)
-    if global_batch_size % per_step:
-        raise UserError(f"--global-batch-size {global_batch_size}: must be a multiple of {per_step}")
-    microbatches = global_batch_size // per_step
-    check_batch(layout, seq_length=seq_length, microbatches=microbatches)
-    setup = Setup(
-        layout,
-        ranks,
-        seq_length,
-        micro_batch_size,
-        microbatches,
-        precision,
-        recompute or "none",
-        flash,
-        recompute_modules,
-    )
+    setup = setup_of(model, layout, ranks, recompute=recompute or "none", **sizes, **rest)
     console.print(_stages(model, setup))
     console.print(_sent(communication(model, setup)))
     tokens = global_batch_size * seq_length
     console.print(f"{flops(model, seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")
+
+
+def _check_sizes(sizes: Mapping[str, int], memory_gib: float | None) -> None:
+    for name, value in sizes.items():
+        option = "--" + name.replace("_", "-")
+        if value < 1:
+            raise UserError(f"{option} {value}: must be 1 or more")
+        if value > MOST:
+            raise UserError(f"{option}: must be at most {MOST}")
+    if memory_gib is not None and not 0 < memory_gib <= MOST:
+        raise UserError(f"--memory-gib {memory_gib:g}: must be a positive number, at most {MOST}")
 
 
 def model_of(folder: Path) -> ModelConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from btx_nemo.estimate.memory import FP32, ITEMSIZE, Setup, on_rank
+from btx_nemo.estimate.memory import FP32, ITEMSIZE, Setup, experts_per_token, on_rank
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import shared_width
 from btx_nemo.megatron.model import chunk_layers
@@ -41,9 +41,9 @@ def communication(model: ModelConfig, setup: Setup) -> Communication:
     # weights' gradient. A mixture's experts are not cut, unless one is shared.
     blocks = 2 * len(layers) - (0 if shared_width(model) else mixtures)
     tensor = blocks * 5 * activation * (layout.tp - 1) // layout.tp * setup.microbatches
-    top_k = model.moe.top_k if model.moe else 0
     away = (layout.ep - 1) / layout.ep + layout.etp - 1
-    expert = int(mixtures * 4 * top_k * activation / layout.tp * away) * setup.microbatches
+    copies = sum(experts_per_token(model, layer) for layer in layers)
+    expert = int(4 * copies * activation / layout.tp * away) * setup.microbatches
     # Forwards once, backwards again, and their gradients.
     keys = 2 * setup.tokens * model.num_query_groups * model.head_dim * size // layout.tp
     context = len(layers) * 3 * keys * (layout.cp - 1) * setup.microbatches

@@ -7,6 +7,7 @@ micro-batch, H hidden, F feed-forward, Q query width, S sequence, k experts per 
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import astuple, dataclass
 from math import prod
@@ -16,6 +17,7 @@ from btx_nemo.families.base import get_family
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import dense_width, fill, shared_width
 from btx_nemo.megatron.model import chunk_layers
+from btx_nemo.routers import router_class
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _CUT = (
@@ -173,6 +175,17 @@ def memory(model: ModelConfig, setup: Setup, stage: int) -> Memory:
     return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage))
 
 
+def experts_per_token(model: ModelConfig, layer: int) -> float:
+    """Experts that a token is sent to on average, by the router's rule; 0 in a dense layer."""
+    if not model.is_mixture(layer) or model.moe is None:
+        return 0
+    return _router_class(model.moe.router).mean_experts_per_token(model.moe, layer)
+
+
+_router_class = functools.cache(router_class)
+"""Suggestions ask thousands of times."""
+
+
 def worst(model: ModelConfig, setup: Setup) -> Memory:
     """The stage that needs most."""
     return max((memory(model, setup, stage) for stage in range(setup.layout.pp)), key=lambda found: found.total)
@@ -182,8 +195,7 @@ def activations(model: ModelConfig, setup: Setup, stage: int) -> int:
     """What autograd keeps at the peak of a pipeline rank, while the passes of the schedule's warm-up are open."""
     layout = setup.layout
     layers = [
-        [_layer(model, setup, model.is_mixture(i)) for i in chunk_layers(model, layout, stage, chunk)]
-        for chunk in range(layout.vpp)
+        [_layer(model, setup, i) for i in chunk_layers(model, layout, stage, chunk)] for chunk in range(layout.vpp)
     ]
     last = head(model, setup) if stage == layout.pp - 1 else 0
     if setup.recompute == "full":  # every layer's input, and one layer's all while it is computed again, after the head
@@ -221,7 +233,7 @@ class _Layer:
     """Besides, while the backward pass computes them again."""
 
 
-def _layer(model: ModelConfig, setup: Setup, mixture: bool) -> _Layer:
+def _layer(model: ModelConfig, setup: Setup, layer: int) -> _Layer:
     size, tokens, tp = ITEMSIZE[setup.precision], setup.tokens, setup.layout.tp
     hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
     wide = size < FP32
@@ -229,8 +241,8 @@ def _layer(model: ModelConfig, setup: Setup, mixture: bool) -> _Layer:
     kept, again = tokens * hidden * ((5 * size + 2 * FP32) if wide else 7 * size) // tp, 0
     kept += tokens * query * size // tp  # rotated queries
     kept += 4 * setup.positions * model.head_dim * size  # sines and cosines, for queries and keys
-    for module, parts in (("core_attn", _attention(model, setup)), ("mlp", _feed_forward(model, setup, mixture))):
-        module = "moe" if module == "mlp" and mixture else module
+    for module, parts in (("core_attn", _attention(model, setup)), ("mlp", _feed_forward(model, setup, layer))):
+        module = "moe" if module == "mlp" and model.is_mixture(layer) else module
         kept, again = (kept, max(again, parts)) if setup.again(module) else (kept + parts, again)
     return _Layer(kept, again)
 
@@ -247,12 +259,11 @@ def _attention(model: ModelConfig, setup: Setup) -> int:
     return total + scores * (size + (FP32 if size < FP32 else 0))
 
 
-def _feed_forward(model: ModelConfig, setup: Setup, mixture: bool) -> int:
+def _feed_forward(model: ModelConfig, setup: Setup, layer: int) -> int:
     size, tokens, tp = ITEMSIZE[setup.precision], setup.tokens, setup.layout.tp
-    if not mixture:
+    if not model.is_mixture(layer):
         return 5 * tokens * dense_width(model) * size // tp  # both halves, silu, and the product's factors
-    assert model.moe is not None
-    routed = model.moe.top_k * tokens // tp  # balanced
+    routed = int(experts_per_token(model, layer) * tokens) // tp  # balanced
     total = routed * (6 * model.ffn_hidden_size + setup.layout.etp * model.hidden_size) * size
     total += tokens * model.hidden_size * FP32 // tp  # what the router sees
     return total + 5 * tokens * shared_width(model) * size // tp

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
 from btx_nemo.estimate.communication import Communication, communication
-from btx_nemo.estimate.memory import Memory, Setup, worst
+from btx_nemo.estimate.memory import Memory, Setup, experts_per_token, worst
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import dense_width, shared_width
 from btx_nemo.megatron.parallel import check_batch, check_layout
@@ -50,9 +51,9 @@ def candidates(
     seq_length: int,
     micro_batch_size: int = 1,
     given: Mapping[str, int] | None = None,
-    **rest: object,
+    **rest: Any,
 ) -> Iterator[Setup]:
-    """Every layout that a run may have (`check_layout`, `check_batch`), within what is sensible.
+    """Every layout that a run may have (`setup_of`), within what is sensible.
 
     Tensor parallelism stays within a node, a context-parallel rank keeps at least LEAST_POSITIONS of a sequence,
     experts are whole or cut as the rest is, and a pipeline rank has at most MOST_CHUNKS virtual stages. Axes that are
@@ -60,21 +61,36 @@ def candidates(
     """
     for layout in _layouts(model, ranks, seq_length, given or {}):
         try:
-            check_layout(layout, ranks, model)
-            microbatches = num_microbatches(
-                global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp_size=layout.dp(ranks)
+            yield setup_of(
+                model,
+                layout,
+                ranks,
+                global_batch_size=global_batch_size,
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                **rest,
             )
-            check_batch(layout, seq_length=seq_length, microbatches=microbatches)
         except UserError:
             continue
-        yield Setup(
-            layout=layout,
-            ranks=ranks,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            microbatches=microbatches,
-            **rest,  # type: ignore[arg-type]
-        )
+
+
+def setup_of(
+    model: ModelConfig,
+    layout: LayoutConfig,
+    ranks: int,
+    *,
+    global_batch_size: int,
+    seq_length: int,
+    micro_batch_size: int,
+    **rest: Any,
+) -> Setup:
+    """A step in a layout; `rest` are further fields of `Setup`. Raises UserError for one that a run may not have."""
+    check_layout(layout, ranks, model)
+    microbatches = num_microbatches(
+        global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp_size=layout.dp(ranks)
+    )
+    check_batch(layout, seq_length=seq_length, microbatches=microbatches)
+    return Setup(layout, ranks, seq_length, micro_batch_size, microbatches, **rest)
 
 
 def _layouts(model: ModelConfig, ranks: int, seq_length: int, given: Mapping[str, int]) -> Iterator[LayoutConfig]:
@@ -142,15 +158,12 @@ def step_seconds(model: ModelConfig, setup: Setup, sent: Communication) -> float
 
 def flops(model: ModelConfig, seq_length: int) -> float:
     """Of a token, forwards and backwards: six per weight that it meets, and attention over half the sequence."""
-    per_token = model.vocab_size * model.hidden_size
+    per_token = float(model.vocab_size * model.hidden_size)
     query, key = model.num_attention_heads * model.head_dim, model.num_query_groups * model.head_dim
     for layer in range(model.num_layers):
         per_token += model.hidden_size * (2 * query + 2 * key)
-        width = model.ffn_hidden_size
-        if model.is_mixture(layer) and model.moe:
-            width = width * model.moe.top_k + shared_width(model)
-        else:
-            width = dense_width(model)
+        routed = model.ffn_hidden_size * experts_per_token(model, layer)
+        width = routed + shared_width(model) if model.is_mixture(layer) else dense_width(model)
         per_token += 3 * model.hidden_size * width
     return 6 * per_token + 6 * model.num_layers * query * seq_length
 

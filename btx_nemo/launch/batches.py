@@ -12,7 +12,7 @@ from pathlib import Path
 from btx_nemo.errors import BtxError
 from btx_nemo.launch import found, slurm, state
 from btx_nemo.launch.decide import Todo
-from btx_nemo.launch.identity import record
+from btx_nemo.launch.identity import made_path, moving
 from btx_nemo.launch.options import without_dependencies
 
 LARGEST = 1000
@@ -100,11 +100,13 @@ def submit_all(todos: Sequence[Todo], submission: Submission) -> None:
     """Submits what is to run, remembers the jobs, and prints what happened to every stage.
 
     Raises UserError when sbatch refuses one, BtxError when Slurm or the disk fails; those before it are cancelled, and
-    the records are as they were.
+    the records are as they were. Jobs that are replaced are cancelled first and stay so: two that make the same must
+    never be in the queue together, a kill of this process in between included.
     """
     runs = submission.runs
-    if _replaced(todos):
-        slurm.scancel(_replaced(todos))
+    replaced = _replaced(todos)
+    if replaced:
+        slurm.scancel(replaced)
     earlier = {todo.job.name: state.submitted(runs, todo.job.name) for todo in todos if todo.action == "run"}
     ids: dict[str, str] = {}
     new: list[str] = []
@@ -116,6 +118,8 @@ def submit_all(todos: Sequence[Todo], submission: Submission) -> None:
                 _remember(todo, batch, runs, ids)
     except (BtxError, OSError, KeyboardInterrupt) as error:
         left = _undo(new, earlier, todos, runs)
+        if replaced:
+            left += f", and {', '.join(replaced)}, to be replaced, had been cancelled"
         if isinstance(error, KeyboardInterrupt):
             print(f"interrupted; {left}", file=sys.stderr)
             raise
@@ -171,8 +175,8 @@ def script(todos: Sequence[Todo], submission: Submission, aside: Mapping[str, tu
     for stage, (out, place) in aside.items():
         lines += [
             shlex.join(["mkdir", "-p", str(place.parent)]),
-            shlex.join(["mv", "-T", str(out), str(place)]),
-            shlex.join(["rm", "-f", str(record(runs, stage))]),
+            *map(shlex.join, moving(out, place)),
+            shlex.join(["rm", "-f", str(made_path(runs, stage))]),
         ]
     if here:
         return "\n".join([*lines, "export BTX_LOCAL=1", *_here(todos, submission)])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
-from btx_nemo.launch.identity import Made, check_there, made_of, record, refusal
+from btx_nemo.launch.identity import Made, check_there, made_of, made_path, refusal
 from btx_nemo.launch.state import Submitted, events
 
 
@@ -131,7 +131,7 @@ def _other(job: Job, runs: Path, record: Submitted, state: str, words: Sequence[
 
 
 def _age(job: Job, runs: Path) -> float:
-    path = record(runs, job.name)
+    path = made_path(runs, job.name)
     return path.stat().st_mtime if path.exists() else 0.0
 
 

@@ -30,8 +30,6 @@ BLOCK, BLOCKS = 1 << 16, 1 << 10
 """Bytes of a sample, and samples of a folder: 64 MiB are read at most, of a model of any size."""
 INPUTS = ("init_from",)
 """Settings that name an input: its content counts."""
-
-
 DOCUMENTS = re.compile(r"(readme|licen[sc]e|notice|use_policy|\.git|\.ds_store).*|.*\.(md|rst|pdf|png|jpe?g|svg)", re.I)
 """Files that go along with a model and change nothing in it; whatever else is there counts."""
 
@@ -149,14 +147,14 @@ def _plain(value: str) -> str:
         return value
 
 
-def record(runs: Path, stage: str) -> Path:
+def made_path(runs: Path, stage: str) -> Path:
     """The file that says what a stage's output was made of."""
     return runs / "state" / f"{stage}.made.json"
 
 
 def made_of(runs: Path, stage: str) -> Made | None:
     """What a stage's output was made of, where that was recorded. Raises UserError for a damaged record."""
-    path = record(runs, stage)
+    path = made_path(runs, stage)
     if not path.exists():
         return None
     with contextlib.suppress(UserError, TypeError):
@@ -193,7 +191,7 @@ def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], argumen
             values["composed"] = {**then.composed, **(now.composed or {})}
     elif there:
         return  # made without a script: taken as it is
-    write_file(record(runs, stage), json.dumps(values, indent=2) + "\n")
+    write_file(made_path(runs, stage), json.dumps(values, indent=2) + "\n")
 
 
 def check_there(runs: Path, stage: str, missing: Sequence[str], inputs: Mapping[str, Path]) -> None:
@@ -202,7 +200,7 @@ def check_there(runs: Path, stage: str, missing: Sequence[str], inputs: Mapping[
         name = missing[0]
         raise UserError(
             f"{stage}: the input {name} is missing: {inputs[name]} has no model; bring it back or name the right one. "
-            f"(Without {record(runs, stage)} {stage} is taken as it is.)"
+            f"(Without {made_path(runs, stage)} {stage} is taken as it is.)"
         )
 
 
@@ -218,13 +216,25 @@ def put_aside(runs: Path, stage: str, out: Path) -> Path:
     """Moves an output into `runs`/stale, where nothing looks for it; returns where it is. Nothing is deleted."""
     place = free_place(runs, stage)
     place.parent.mkdir(exist_ok=True)
-    if out.is_symlink():  # a relative one leads elsewhere from there
-        os.symlink(out.parent.absolute() / os.readlink(out), place)
+    if (target := _target(out)) is not None:
+        os.symlink(target, place)
         out.unlink()
     else:
         os.rename(out, place)
-    record(runs, stage).unlink(missing_ok=True)
+    made_path(runs, stage).unlink(missing_ok=True)
     return place
+
+
+def moving(out: Path, place: Path) -> list[list[str]]:
+    """The commands of a shell that move an output as `put_aside` does."""
+    if (target := _target(out)) is not None:
+        return [["ln", "-s", str(target), str(place)], ["rm", str(out)]]
+    return [["mv", "-T", str(out), str(place)]]
+
+
+def _target(out: Path) -> Path | None:
+    """Where a link has to lead once moved, as a relative one led elsewhere from there; None where there is no link."""
+    return out.parent.absolute() / os.readlink(out) if out.is_symlink() else None
 
 
 def free_place(runs: Path, stage: str) -> Path:

@@ -71,8 +71,7 @@ def rows(runs: Path) -> list[Row]:
 def _story(runs: Path, name: str, submitted: state.Submitted | None) -> list[state.Event]:
     """The events of a stage's present job: the one that was submitted, or else the last that was started by hand."""
     story = state.events(runs, name)
-    job = submitted.job if submitted else story[-1].job if story else ""
-    return [event for event in story if event.job == job]
+    return [event for event in story if event.job == _job(submitted, story)]
 
 
 def _job(submitted: state.Submitted | None, story: Sequence[state.Event]) -> str:

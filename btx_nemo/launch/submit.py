@@ -24,7 +24,7 @@ from btx_nemo.launch.batches import Submission, script, submit_all
 from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.launch.decide import Todo, decide, line, redone
 from btx_nemo.launch.graph import Job, graph, places, spell
-from btx_nemo.launch.identity import free_place, put_aside, record
+from btx_nemo.launch.identity import free_place, made_path, put_aside
 from btx_nemo.launch.local import run_here
 from btx_nemo.launch.options import check_options
 from btx_nemo.launch.settings import check_settings
@@ -86,10 +86,10 @@ def submit(
 
 def _is_absent() -> bool:
     """Whether there is no Slurm; says so, because it may be by mistake."""
-    if slurm.has_slurm():
-        return False
-    print(f"{slurm.absent() or 'no Slurm'}: everything runs on this machine", file=sys.stderr)
-    return True
+    why = slurm.absent()
+    if why:
+        print(f"{why}: everything runs on this machine", file=sys.stderr)
+    return bool(why)
 
 
 def _again(jobs: Sequence[Job], redo: Collection[str]) -> list[Job]:
@@ -102,7 +102,7 @@ def _put_aside(jobs: Sequence[Job], runs: Path) -> Iterator[contextlib.ExitStack
     """Puts outputs aside, and back again at the end unless the stack that it gives is emptied before."""
     with contextlib.ExitStack() as put_back:
         for job in jobs:
-            made = record(runs, job.name)
+            made = made_path(runs, job.name)
             text = made.read_bytes() if made.exists() else None
             place = put_aside(runs, job.name, job.out)
             put_back.callback(_restore, job.out, place, made, text)
@@ -170,7 +170,7 @@ def _todos(jobs: Sequence[Job], submission: Submission, redo: Collection[str], *
     told = {**own, **submission.environment}
     submitted = {job.name: state.submitted(runs, job.name) for job in jobs}
     known, live = submitted, dict[str, str]()
-    if (not here or any(one and not one.pid for one in submitted.values())) and slurm.has_slurm():
+    if not here or (any(one and not one.pid for one in submitted.values()) and slurm.has_slurm()):
         known, live = _settled(jobs, runs, submitted, {job.name: line(job, told) for job in jobs})
     todos = decide(jobs, runs, known, live, told, redo)
     for todo in todos:

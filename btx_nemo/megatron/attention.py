@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from btx_nemo.routers.ranks import context_positions
+from btx_nemo.megatron.parallel import positions_here
+from btx_nemo.routers.ranks import Places
 
 
 @functools.cache
@@ -61,13 +62,6 @@ def plain_rope_attention() -> Any:
     return PlainRopeAttention
 
 
-def positions_here(length: int) -> Tensor:
-    """Positions in the whole sequence of the `length` that this context-parallel rank has."""
-    from megatron.core import parallel_state as mpu
-
-    return context_positions(length, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
-
-
 @functools.cache
 def gathered_keys_attention() -> Any:
     """Megatron's local core attention for context parallelism, which it leaves to Transformer Engine alone.
@@ -98,9 +92,8 @@ def gathered_keys_attention() -> Any:
             """
             group, heads = mpu.get_context_parallel_group(), key.shape[2]
             both = gather_from_sequence_parallel_region(torch.cat((key, value), dim=2), group=group)
-            order = torch.cat([context_positions(len(key), rank, group.size()) for rank in range(group.size())])
-            both = both[order.argsort().to(both.device)]
-            hidden = self._hidden_from(positions_here(len(query)), len(both)).to(query.device)
+            both = both[Places(group, group.size()).all(len(key)).argsort().to(both.device)]
+            hidden = self._hidden_from(positions_here(len(query)).to(query.device), len(both))
             if attention_mask is not None:
                 hidden = hidden | attention_mask
             key, value = both[:, :, :heads].contiguous(), both[:, :, heads:].contiguous()
@@ -108,7 +101,7 @@ def gathered_keys_attention() -> Any:
 
         def _hidden_from(self, positions_Q: Tensor, length: int) -> Tensor:
             """[1, 1, Q, S]: true at later positions, and at those before the window."""
-            distance_QS = positions_Q[:, None] - torch.arange(length)
+            distance_QS = positions_Q[:, None] - torch.arange(length, device=positions_Q.device)
             hidden_QS = distance_QS < 0
             if self.window is not None:
                 hidden_QS = hidden_QS | (distance_QS > self.window[0])

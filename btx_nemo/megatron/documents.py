@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from btx_nemo.megatron.attention import positions_here
+from btx_nemo.megatron.parallel import positions_here
 from btx_nemo.megatron.platform import device
 
 
 def document_mask(position_ids_BS: Tensor) -> Tensor | None:
-    """[B, 1, S, S], true where a position must not look: later, or another document. None where each sequence is one
-    document, which is what attention does by itself."""
+    """[B, 1, S, S] on `device()`, true where a position must not look: later, or another document. None where each
+    sequence is one document, which is what attention does by itself. Positions are on the CPU, to wait for nothing."""
     length = position_ids_BS.shape[1]
     starts_BS = torch.arange(length) - position_ids_BS
     if not starts_BS.any():
         return None
+    starts_BS = starts_BS.to(device(), non_blocking=True)
     hidden_BSS = starts_BS[:, :, None] != starts_BS[:, None, :]
-    return (hidden_BSS | torch.ones(length, length, dtype=torch.bool).triu(1))[:, None]
+    return (hidden_BSS | torch.ones(length, length, dtype=torch.bool, device=starts_BS.device).triu(1))[:, None]
 
 
 def forward_masks(batch: Mapping[str, Tensor], model: Any) -> dict[str, Tensor | None]:
@@ -41,7 +42,7 @@ def forward_masks(batch: Mapping[str, Tensor], model: Any) -> dict[str, Tensor |
     gpt = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
     here_Q = positions_here(batch["tokens"].shape[1] // mpu.get_context_parallel_world_size())
     hidden = document_mask(batch["position_ids"])
-    masks = {"attention_mask": hidden if hidden is None else hidden[:, :, here_Q]}
+    masks = {"attention_mask": hidden if hidden is None else hidden[:, :, here_Q.to(hidden.device)]}
     if "padding" in batch and gpt.config.num_moe_experts:
         masks["padding_mask"] = _as_routers_see_it(batch["padding"][:, here_Q], gpt)
     return {name: mask if mask is None else mask.to(device(), non_blocking=True) for name, mask in masks.items()}

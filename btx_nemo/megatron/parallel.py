@@ -80,6 +80,13 @@ def check_batch(layout: LayoutConfig, *, seq_length: int, microbatches: int) -> 
         )
 
 
+def positions_here(length: int) -> Tensor:
+    """Positions in the whole sequence of the `length` that this context-parallel rank has, on the CPU."""
+    from megatron.core import parallel_state as mpu
+
+    return context_positions(length, mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size())
+
+
 def context_parallel_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What this context-parallel rank has of a micro-batch's tensors [B, S]; [B] stay. See `routers/ranks.py`."""
     from megatron.core import parallel_state as mpu
@@ -87,8 +94,7 @@ def context_parallel_part(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     ranks = mpu.get_context_parallel_world_size()
     if ranks == 1:
         return batch
-    length = batch["tokens"].shape[1] // ranks
-    positions = context_positions(length, mpu.get_context_parallel_rank(), ranks).to(batch["tokens"].device)
+    positions = positions_here(batch["tokens"].shape[1] // ranks).to(batch["tokens"].device)
     return {key: value.index_select(1, positions) if value.dim() == 2 else value for key, value in batch.items()}
 
 

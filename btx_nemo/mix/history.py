@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,23 +50,39 @@ def made_from(folder: Path) -> Path:
         resolved = folder.parent.parent / RESOLVED
         if not resolved.is_file():
             break
-        before = (read_resolved(resolved) or {}).get("init_from")
-        if not isinstance(before, str) or not Path(before).is_dir():
+        before = _started_from(resolved.parent, read_resolved(resolved) or {})
+        if before is None or not before.is_dir():
             break
-        folder = find_checkpoint(Path(before)) or Path(before)
+        folder = find_checkpoint(before) or before
     return folder
 
 
+def _started_from(run: Path, settings: Mapping[str, Any]) -> Path | None:
+    """What a run began from; a relative path is from the folder that the run's own, relative `out` is from."""
+    start, out = settings.get("init_from"), settings.get("out")
+    if not isinstance(start, str) or Path(start).is_absolute():
+        return Path(start) if isinstance(start, str) else None
+    parts = Path(os.path.normpath(out)).parts if isinstance(out, str) else ()
+    here = run.absolute()
+    if not parts or ".." in parts or parts[0] == os.sep or here.parts[-len(parts) :] != parts:  # from where, none knows
+        return None
+    return here.parents[len(parts) - 1] / start
+
+
 def _known(mixture: Source) -> list[dict[str, Any]]:
-    manifest = made_from(mixture.folder) / MANIFEST
-    if not manifest.is_file():
+    """The history of a mixture; empty where what it is said to come from has other experts, and so is another."""
+    folder = made_from(mixture.folder)
+    if not (folder / MANIFEST).is_file():
         return []
-    history = read_json(manifest).get("history", [])
-    return [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+    history = read_json(folder / MANIFEST).get("history", [])
+    entries = [entry for entry in history if isinstance(entry, dict)] if isinstance(history, list) else []
+    names = list(mixture.config.moe.experts) if mixture.config.moe else "dense"
+    known = folder == mixture.folder or (entries and entries[-1].get("result") == names)
+    return entries if known else []
 
 
 def unknown_averages(mixture: Source, recipe: Recipe, extras: Mapping[str, Extra]) -> list[str]:
-    """A warning where an expert is removed from what may be BAR's averages: checkpoints have no history."""
+    """A warning where an expert is removed from what may be BAR's averages, since its history is not known."""
     moe = mixture.config.moe
     if recipe.name != "remove" or ASIDE in extras or _known(mixture) or not moe or moe.router != "flexolmo":
         return []

@@ -27,7 +27,7 @@ from btx_nemo.plan.expr import Expr, Normal
 from btx_nemo.routers.foreign import check_megatron
 from btx_nemo.routers.losses import LOSSES, Decision, check_loss_names
 from btx_nemo.routers.noise import generator_of, micro_batch_seed
-from btx_nemo.routers.ranks import Places, gather
+from btx_nemo.routers.ranks import Places
 from btx_nemo.routers.rows import FrozenRows, check_frozen_rows
 from btx_nemo.routers.statistics import RoutingStatistics
 
@@ -83,6 +83,11 @@ class BaseRouter(Router):
     def experts_per_token(cls, moe: MoEConfig) -> int:
         """Experts that a token is sent to, before any are dropped."""
         return moe.top_k
+
+    @classmethod
+    def mean_experts_per_token(cls, moe: MoEConfig, layer: int) -> float:
+        """The same on average in a layer, counted from 0; for estimates."""
+        return cls.experts_per_token(moe)
 
     @classmethod
     def check(cls, model: ModelConfig) -> None:
@@ -245,16 +250,6 @@ class BaseRouter(Router):
         if valid_T is None:
             return here * self.tp_cp_group.size()
         return reduce_from_tensor_model_parallel_region(valid_T.sum(), group=self.tp_cp_group).clamp(min=1)
-
-    def gather_tokens(self, values_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """A constant [T, X] of all ranks that share the micro-batch, by position, and this rank's tokens among them."""
-        local, rows = values_TX.shape[0] // self.sequences, torch.arange(self.sequences)
-
-        def tokens(positions: Tensor) -> Tensor:
-            return (positions[:, None] * self.sequences + rows).flatten().to(values_TX.device)
-
-        whole_TX = torch.cat(gather(values_TX, self.tp_cp_group))
-        return whole_TX[tokens(self.places.all(local).argsort())], tokens(self.places.here(local))
 
     # Noise that is the same at every layout, and the same again when activations are recomputed.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.errors import UserError
-from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
 from btx_nemo.routers.functional import capacity_of, expert_choice_selection, softmax
 
@@ -54,11 +54,16 @@ class ExpertChoiceRouter(BaseRouter):
                     f"router.losses.{name}: moe.router=expert_choice is balanced by itself; give router.losses.{name}=0"
                 )
 
+    @classmethod
+    def mean_experts_per_token(cls, moe: MoEConfig, layer: int) -> float:
+        """As many as the experts' capacities hold."""
+        return min(cls.options_of(moe).capacity_factor, moe.num_experts)
+
     def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """See `functional.expert_choice_selection`; among the tokens of all ranks that share the micro-batch."""
         probs_TE = softmax(logits_TE)
         scores_TE = probs_TE if self.valid_T is None else probs_TE - 2.0 * ~self.valid_T[:, None]  # padding comes last
-        whole_TE, here = self.gather_tokens(scores_TE.detach())
+        whole_TE, here = self.places.gather_tokens(scores_TE.detach(), self.sequences)
         capacity = int(capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor))
         selected_TE = expert_choice_selection(whole_TE, capacity)[here]
         return probs_TE * selected_TE, selected_TE

@@ -67,6 +67,23 @@ class Places:
         """Positions of all ranks, in the order of the ranks: a permutation of those of the whole sequence."""
         return torch.cat([self.of(rank, length) for rank in range(self.group.size())])
 
+    def gather_tokens(self, values_TX: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """A constant [T, X] of all ranks that share the micro-batch, by position, and this rank's tokens among them.
+
+        T is this rank's positions of each of the `sequences`, position by position. Collective.
+        """
+        length, rows = len(values_TX) // sequences, torch.arange(sequences)
+
+        def tokens(positions: Tensor) -> Tensor:
+            return (positions[:, None] * sequences + rows).flatten().to(values_TX.device)
+
+        whole_TX = torch.cat(gather(values_TX, self.group))
+        return whole_TX[tokens(self.all(length).argsort())], tokens(self.here(length))
+
+    def counts(self, selected_TE: Tensor) -> Tensor:
+        """[P, E]: tokens that each of this rank's parts sends to each expert."""
+        return torch.stack([part_TE.sum(dim=0) for part_TE in selected_TE.chunk(self.parts)])
+
     def sum_of_earlier(self, values_PX: Tensor) -> Tensor:
         """[P, X], a row for each part, in and out: the sum over the parts, of all ranks, before it. Collective."""
         whole_X = torch.cat(gather(values_PX, self.group))

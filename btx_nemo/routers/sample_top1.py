@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from btx_nemo.config.choice import check_choice
-from btx_nemo.families.config import ModelConfig
+from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.routers.base import BaseRouter, moe_of
 from btx_nemo.routers.functional import hard_top1_gates, sample_top1_gates, soft_gates, temperature
 from btx_nemo.routers.losses import Decision
@@ -38,6 +38,11 @@ class SampleTop1Router(BaseRouter):
         """See the base."""
         super().check(model)
         check_choice("moe.options.inference", cls.options_of(moe_of(model)).inference, ("argmax", "hard"))
+
+    @classmethod
+    def mean_experts_per_token(cls, moe: MoEConfig, layer: int) -> float:
+        """All in the first layer."""
+        return moe.num_experts if layer == 0 else 1
 
     def decide(self, hidden_TH: Tensor) -> Decision:
         """As in training, at inference, or in the first layer."""

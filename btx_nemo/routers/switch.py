@@ -48,8 +48,6 @@ class SwitchRouter(BaseRouter):
         if not self.settings.capacity_factor:
             return selected_TE
         capacity = capacity_of(self.tokens, self.moe.num_experts, self.settings.capacity_factor)
-        parts = selected_TE.chunk(self.places.parts)
-        earlier_PE = self.places.sum_of_earlier(torch.stack([part_TE.sum(dim=0) for part_TE in parts]))
-        return torch.cat(
-            [within_capacity(part_TE, capacity, earlier_E) for part_TE, earlier_E in zip(parts, earlier_PE)]
-        )
+        earlier_PE = self.places.sum_of_earlier(self.places.counts(selected_TE))
+        parts = zip(selected_TE.chunk(self.places.parts), earlier_PE, strict=True)
+        return torch.cat([within_capacity(part_TE, capacity, earlier_E) for part_TE, earlier_E in parts])

@@ -37,12 +37,17 @@ def _find_latest(out: Path) -> Path | None:
         folder = find_checkpoint(out)
         assert folder is not None
     else:  # lost, or of a run that was killed as it saved for the first time: what has its name is complete
-        complete = sorted((out / "checkpoints").glob("step_*"))
+        complete = complete_checkpoints(out / "checkpoints")
         if not complete:
             return None
         folder = complete[-1]
     read_manifest(folder)
     return folder
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Those in a run's folder of checkpoints, oldest first: what is being written or removed has another name."""
+    return sorted(folder.glob("step_*"))
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
@@ -129,5 +134,6 @@ def _verify(folder: Path, manifest: dict[str, Any]) -> None:
     except UserError as error:
         mine = str(error)
     dist.all_gather_object(found, mine)
-    for text in filter(None, found):
-        raise UserError(text)
+    first = next(filter(None, found), None)
+    if first is not None:
+        raise UserError(first)

@@ -9,9 +9,7 @@ import numpy as np
 
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.data.blend import list_domains, load_meta
-from btx_nemo.data.indexed import open_indexed
-from btx_nemo.data.order import sample_documents
-from btx_nemo.data.packing import pack
+from btx_nemo.data.packing import pack, sampled
 from btx_nemo.errors import UserError
 
 
@@ -25,6 +23,8 @@ class Content:
     tokens: int
     sequences: int
     """Of one pass."""
+    places: int = 0
+    """Of these sequences, that conversations take in all."""
     cut: int = 0
     """Conversations that are longer than a sequence."""
     lost: int = 0
@@ -34,7 +34,7 @@ class Content:
         """In words."""
         if self.kind == "text":
             return f"{self.documents} documents, {self.tokens} tokens, {self.sequences} sequences"
-        full = (self.tokens - self.documents - self.lost) / (self.sequences * seq_length)
+        full = self.places / (self.sequences * seq_length)
         cut = f"; {self.cut} are longer than a sequence and lose {self.lost} tokens" if self.cut else ""
         return f"{self.documents} conversations, {self.tokens} tokens, {self.sequences} sequences {full:.1%} full{cut}"
 
@@ -42,7 +42,8 @@ class Content:
 def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
     """Raw weights of the training domains, and the domains to validate on: by default all of the kind that trains.
 
-    Chats among texts would keep every sequence's documents apart, which costs the fast attention.
+    Chats among texts would keep every sequence's documents apart, which costs the fast attention. Of domains that are
+    not used nothing is read where `data.valid` names those that are.
 
     `data.blend` comes first: the paper's experts, each of a domain, see several sources.
     """
@@ -57,9 +58,11 @@ def blend_of(config: TrainConfig) -> tuple[dict[str, float], list[str]]:
             f"--domain NAME --tokenizer DIR --out {config.data.path}"
         )
     blend = config.data.blend or dict.fromkeys([config.domain] if config.domain else domains, 1.0)
-    kinds = {load_meta(Path(config.data.path), domain)["kind"] for domain in blend}
-    alike = [domain for domain in domains if load_meta(Path(config.data.path), domain)["kind"] in kinds]
-    return blend, config.data.valid or alike
+    if config.data.valid:
+        return blend, config.data.valid
+    kind = {domain: load_meta(Path(config.data.path), domain)["kind"] for domain in (*blend, *domains)}
+    kinds = {kind[domain] for domain in blend}
+    return blend, [domain for domain in domains if kind[domain] in kinds]
 
 
 def contents_of(config: TrainConfig) -> dict[str, Content]:
@@ -74,13 +77,13 @@ def contents_of(config: TrainConfig) -> dict[str, Content]:
     contents = {}
     for domain in blend_of(config)[0]:
         kind = load_meta(Path(data.path), domain)["kind"]
-        lengths = open_indexed(Path(data.path) / domain / "train").lengths
-        documents = sample_documents(len(lengths), data.sample, domain)
+        lengths, documents = sampled(Path(data.path) / domain / "train", data.sample)
         tokens = int(lengths[documents].sum(dtype=np.int64))
         counts = {"kind": kind, "documents": len(documents), "tokens": tokens}
         if kind == "chat":
             packing = pack(lengths, documents, data.seq_length)
-            counts |= {"sequences": len(packing.sequences), "cut": packing.cut, "lost": packing.lost}
+            counts |= {"sequences": len(packing.sequences), "places": packing.places}
+            counts |= {"cut": packing.cut, "lost": packing.lost}
         else:
             counts["sequences"] = max(tokens - 1, 0) // data.seq_length
         contents[domain] = Content(**counts)

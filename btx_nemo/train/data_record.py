@@ -14,18 +14,20 @@ from btx_nemo.errors import UserError
 from btx_nemo.train.contents import blend_of
 
 RECORD = "data.json"
+KEPT = ("kind", "train", "eod_id", "token_dtype", "tokenizer_sha256", "chat_template_sha256")
+"""Of meta.json: not where the text came from."""
 
 
 def record_data(out: Path, config: TrainConfig) -> None:
-    """Remembers what each domain's meta.json says: documents and tokens, tokenizer, template."""
-    write_file(out / RECORD, json.dumps(_metas(config), indent=2) + "\n")
+    """Remembers what the meta.json of each domain trained on says: documents and tokens, tokenizer, template."""
+    write_file(out / RECORD, json.dumps(_facts(config), indent=2) + "\n")
 
 
 def check_data_record(out: Path, config: TrainConfig) -> None:
     """Raises UserError when the run in `out` was started on other data: the order would be another from then on."""
     if not (out / RECORD).exists():
         return
-    then, now = read_json(out / RECORD), _metas(config)
+    then, now = read_json(out / RECORD), _facts(config)
     for domain in [*then, *(name for name in now if name not in then)]:
         if then.get(domain) != now.get(domain):
             raise UserError(
@@ -34,9 +36,9 @@ def check_data_record(out: Path, config: TrainConfig) -> None:
             )
 
 
-def _metas(config: TrainConfig) -> dict[str, Any]:
-    blend, valid = blend_of(config)
-    return {domain: load_meta(Path(config.data.path), domain) for domain in dict.fromkeys([*blend, *valid])}
+def _facts(config: TrainConfig) -> dict[str, Any]:
+    metas = {domain: load_meta(Path(config.data.path), domain) for domain in blend_of(config)[0]}
+    return {domain: {key: meta[key] for key in KEPT if key in meta} for domain, meta in metas.items()}
 
 
 def _text(meta: Any) -> str:

@@ -98,7 +98,7 @@ class ExpertDropout:
     def _remember(self, router: Any, args: Any, output: tuple[Tensor, Tensor]) -> None:
         if not router.training:
             return
-        sent_PE = torch.stack([part_TE.sum(dim=0) for part_TE in output[1].chunk(router.places.parts)])
+        sent_PE = router.places.counts(output[1])
         earlier_PE = router.places.sum_of_earlier(sent_PE)
         seed_P1 = torch.full_like(sent_PE[:, :1], micro_batch_seed())
         rows = torch.cat(gather(torch.cat([seed_P1, earlier_PE, sent_PE], dim=1), self.group)).tolist()

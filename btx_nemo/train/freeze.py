@@ -11,10 +11,8 @@ import torch.distributed as dist
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.model import chunks
 from btx_nemo.megatron.platform import device
-from btx_nemo.train.names import local_name
+from btx_nemo.train.names import EXPERT, LAYER, local_name
 
-_LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
-_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 _GROUPED = re.compile(r"(?<=^mlp\.experts\.)(linear_fc[12]\.weight)(\d+)$")
 
 
@@ -32,12 +30,12 @@ def global_names(gpt: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def _global_name(gpt: torch.nn.Module, name: str) -> str:
     if name == "output_layer.weight" and getattr(gpt, "share_embeddings_and_output_weights", False):
         return "embedding.word_embeddings.weight"
-    found = _LAYER.search(name)
+    found = LAYER.search(name)
     if found is None:
         return name
     layer: Any = gpt.get_submodule(name[: found.end()])
     part = _GROUPED.sub(r"local_experts.\2.\1", name[found.end() + 1 :])
-    part = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), part)
+    part = EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert.group())]), part)
     return f"decoder.layers.{layer.layer_number - 1}.{local_name(part)}"
 
 

@@ -13,6 +13,10 @@ from btx_nemo.families.base import get_family
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.table import fill
 
+LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+"""The number of a parameter's layer, in its name."""
+EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
+"""The number of a parameter's expert."""
 _LOCAL = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -73,15 +77,10 @@ def grouped(sizes: Mapping[str, int], frozen: set[str]) -> list[tuple[str, int, 
     """
     states: dict[str, set[bool]] = {}
     for name in sizes:
-        states.setdefault(_every(name, "expert"), set()).add(name in frozen)
+        states.setdefault(EXPERT.sub("*", name), set()).add(name in frozen)
     groups: dict[tuple[str, bool], list[int]] = {}
     for name, size in sizes.items():
-        wide = _every(name, "expert")
-        label = _every(wide if len(states[wide]) == 1 else name, "layer")
+        wide = EXPERT.sub("*", name)
+        label = LAYER.sub("*", wide if len(states[wide]) == 1 else name)
         groups.setdefault((label, name not in frozen), []).append(size)
     return [(label, len(found), sum(found), trains) for (label, trains), found in groups.items()]
-
-
-def _every(name: str, what: str) -> str:
-    pattern = r"(?<=\.local_experts\.)\d+" if what == "expert" else r"(?<=^decoder\.layers\.)\d+"
-    return re.sub(pattern, "*", name)

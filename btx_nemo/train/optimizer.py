@@ -110,7 +110,7 @@ def build_optimizer(config: TrainConfig, wrapped: list[Any]) -> tuple[Any, Any]:
         init_lr=0.0,
         max_lr=optim.lr,
         min_lr=optim.min_lr,
-        lr_warmup_steps=optim.warmup_steps / per_step if per_step > 1 else optim.warmup_steps,
+        lr_warmup_steps=optim.warmup_steps / per_step,
         lr_decay_steps=end,
         lr_decay_style="WSD" if optim.decay == "wsd" else optim.decay,
         wsd_decay_steps=optim.anneal_steps / per_step if optim.anneal_steps is not None else None,

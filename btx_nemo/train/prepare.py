@@ -22,7 +22,7 @@ from btx_nemo.megatron.model import RECOMPUTATION
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
 from btx_nemo.megatron.precision import Device
 from btx_nemo.megatron.preflight import check_precision
-from btx_nemo.train.checkpoint import LATEST
+from btx_nemo.train.checkpoint import LATEST, complete_checkpoints
 from btx_nemo.train.contents import Content, blend_of, contents_of
 from btx_nemo.train.data_record import check_data_record
 from btx_nemo.train.dropout import check_dropout
@@ -162,8 +162,7 @@ def _check_out(out: Path, config: TrainConfig) -> None:
     resolved = out / "resolved.yaml"
     if not out.is_dir() or (not resolved.exists() and any(_foreign(path) for path in out.iterdir())):
         raise UserError(f"out={out}: exists and is no run directory; choose another")
-    saved = (out / LATEST).exists() or any((out / "checkpoints").glob("step_*"))
-    if not resolved.exists() or not saved:
+    if not resolved.exists() or not ((out / LATEST).exists() or complete_checkpoints(out / "checkpoints")):
         return
     before = read_resolved(resolved)
     if before is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from btx_nemo.checkpoints.atomic import disk_errors, write_file
+from btx_nemo.checkpoints.atomic import disk_errors, hide, write_file
 from btx_nemo.config.load import save_resolved
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.convert.to_hf import export_hf
@@ -78,9 +78,7 @@ class Run:
             self.build()
         except UserError:
             if made:
-                away = self.out.with_name(f".{self.out.name}.old-{os.getpid()}")
-                self.out.rename(away)  # at once: another rank may be telling of its failure in it
-                shutil.rmtree(away, ignore_errors=True)
+                shutil.rmtree(hide(self.out), ignore_errors=True)  # another rank may be telling of its failure in it
             raise
         try:
             self.go()

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from btx_nemo.checkpoints.atomic import FULL, TEMPORARY, fsync_dir, fsync_tree, write_file
+from btx_nemo.checkpoints.atomic import FULL, TEMPORARY, fsync_dir, fsync_tree, hide, write_file
 from btx_nemo.checkpoints.manifest import write_manifest
 from btx_nemo.checkpoints.tokenizer_files import save_tokenizer
 from btx_nemo.config.schema import CheckpointConfig
@@ -27,7 +27,7 @@ from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.source import save_model_config
 from btx_nemo.megatron.compat import finish_save, planned_save
 from btx_nemo.megatron.load import METADATA
-from btx_nemo.train.checkpoint import LATEST, on_first_rank, state_of
+from btx_nemo.train.checkpoint import LATEST, complete_checkpoints, on_first_rank, state_of
 from btx_nemo.train.step import Trainee
 from btx_nemo.train.writer import Handed, Writer
 
@@ -116,7 +116,7 @@ class Saver:
         with _full_disk_named(partial):
             final.parent.mkdir(parents=True, exist_ok=True)
             if final.exists():
-                _hide(final)
+                hide(final)
             for leftover in final.parent.iterdir():
                 if TEMPORARY.fullmatch(leftover.name):
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -144,16 +144,11 @@ def _point_to(out: Path, name: str) -> None:
 
 def _prune(newest: Path, keep: int) -> None:
     """Removes older checkpoints beyond `keep`, and any that claims a later step: a future that was abandoned."""
-    complete = sorted(newest.parent.glob("step_*"))
+    complete = complete_checkpoints(newest.parent)
     later = [folder for folder in complete if folder.name > newest.name]
     earlier = [folder for folder in complete if folder.name < newest.name]
     for old in (*later, *earlier[: max(len(earlier) - keep + 1, 0)]):
-        shutil.rmtree(_hide(old), ignore_errors=True)
-
-
-def _hide(folder: Path) -> Path:
-    """Makes a checkpoint none at once; what of it cannot go now (a file that another node has open) goes later."""
-    return folder.rename(folder.with_name(f".{folder.name}.old-{uuid.uuid4().hex[:8]}"))
+        shutil.rmtree(hide(old), ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ State = dict[str, torch.Tensor]
 def whole(of_ranks: list[State | None]) -> State:
     """All experts; skips where this Megatron-Core has no such layer."""
     if of_ranks[0] is None:
-        pytest.skip("this Megatron-Core has no GroupedMLP")
+        pytest.skip("this Megatron-Core has no GroupedMLP; Megatron-Core 0.16, on Python 3.10 or 3.11, has it")
     return {name: torch.cat([rank[name] for rank in of_ranks if rank]) for name in NAMES}
 
 
@@ -89,6 +89,10 @@ def test_a_whole_model_is_spelled_either_way_and_back(ranks: RankPool, tmp_path:
     for folder in ("apart", "stacked", "apart again"):
         export_hf(tmp_path / folder, tmp_path / f"{folder} back")
         assert same_bits(original, load_folder(tmp_path / f"{folder} back"))
-    for logits in ranks.run(law_jobs.megatron_loads, str(tmp_path / "apart"), {"tp": 2, "ep": 1}, tokens, ranks=2):
-        if logits is not None:
-            torch.testing.assert_close(logits, hf_logits(src, tokens), atol=1e-4, rtol=0)
+    expected = hf_logits(src, tokens)
+    for folder in ("apart", "stacked"):
+        loaded = ranks.run(law_jobs.megatron_loads, str(tmp_path / folder), {"tp": 2, "ep": 1}, tokens, ranks=2)
+        found = [logits for logits in loaded if logits is not None]
+        assert found
+        for logits in found:
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

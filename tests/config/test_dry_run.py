@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 from btx_testing.chats import chat_domain
 from btx_testing.configs import REQUIRED
 from btx_testing.models import make_llama
-from btx_testing.runs import SIZES, TinyWorld
+from btx_testing.runs import SIZES, TinyWorld, copy_domain
 from btx_testing.text import byte_tokenizer
 
 from btx_nemo.cli import main
@@ -76,9 +74,7 @@ def test_every_training_run(
     if not {*blend} <= {"math", "code"}:  # the papers' sources, each in the place of one of ours
         data = tmp_path / "data"
         for domain in blend:
-            shutil.copytree(world.data / "math", data / domain)
-            meta = data / domain / "meta.json"
-            meta.write_text(json.dumps({**json.loads(meta.read_text()), "domain": domain}))
+            copy_domain(world.data / "math", data / domain)
     overrides = [f"data.path={data}", "data.seq_length=32", f"out={tmp_path / 'run'}", "micro_batch_size=1"]
     if values["model"] is None:
         overrides.append(f"init_from={source_of(models, name, values['stage'])}")

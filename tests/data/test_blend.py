@@ -6,14 +6,12 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from btx_testing import data_jobs
 from btx_testing.pool import RankPool
 from btx_testing.text import byte_tokenizer, sentence, write_jsonl
@@ -28,16 +26,7 @@ DOMAINS = ("a", "b", "c")
 SEQ = 64
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone, unless there is one."""
-    if torch.distributed.is_initialized():
-        yield
-        return
-    store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")

@@ -92,6 +92,28 @@ def test_what_is_sent() -> None:
     assert sent(ranks=8, ep=8).data == pytest.approx(dense * 6 * 7 / 8, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("router", "options", "experts"),
+    [
+        ("soft", {}, [8.0] * 32),
+        ("sample_top1", {}, [8.0] + [1.0] * 31),
+        ("expert_choice", {"allow_non_causal": True, "capacity_factor": 1.25}, [1.25] * 32),
+    ],
+)
+def test_a_token_meets_as_many_experts_as_its_router_says(router: str, options: dict, experts: list[float]) -> None:
+    def model(moe: MoEConfig) -> ModelConfig:
+        return dataclasses.replace(MIXTRAL, moe=moe)
+
+    def counts(moe: MoEConfig) -> tuple[float, int, int]:
+        setup = Setup(LayoutConfig(ep=2), 2, 4096, 1, 8, "bf16")
+        return flops(model(moe), 1), communication(model(moe), setup).expert, worst(model(moe), setup).activations
+
+    ours = counts(MoEConfig(num_experts=8, top_k=2, router=router, options=options))
+    one, two = (counts(MoEConfig(num_experts=8, top_k=k)) for k in (1, 2))
+    for mine, first, second in zip(ours, one, two):
+        assert mine == pytest.approx(first + (second - first) * (sum(experts) / 32 - 1), rel=1e-6)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(
@@ -127,7 +149,10 @@ def test_the_command(commands: CommandServer, folder: Path) -> None:
         (["--gpus", "0"], "--gpus 0: must be 1 or more"),
         (["--gpus", "3", "--tp", "2"], "does not divide the 3 ranks"),
         (["--precision", "fp4"], "--precision fp4: unknown; known: fp32, bf16, fp16"),
-        (["--micro-batch-size", "3"], "--global-batch-size 1024: must be a multiple of 3"),
+        (
+            ["--micro-batch-size", "3"],
+            "global_batch_size=1024 is not a positive multiple of micro_batch_size=3 x data-par",
+        ),
         (["--gpus", "8", "--memory-gib", "1"], "no layout fits"),
         (["--gpus", "7", "--memory-gib", "80"], "no layout divides"),
         (["--gpus", "8", "--memory-gib", "80", "--tp", "3"], "no layout divides"),

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from btx_nemo.errors import BtxError, UserError
 from btx_nemo.launch import batches, slurm, state
 from btx_nemo.launch import submit as module
 from btx_nemo.launch.cancel import cancel
+from btx_nemo.launch.decide import Todo, decide, line
 from btx_nemo.launch.state import Submitted, save_submitted
 from btx_nemo.launch.submit import submit
 from btx_nemo.processes import started
@@ -186,6 +187,14 @@ def test_what_sbatch_refuses_leaves_all_as_it_was(runs: Path, queue: Queue) -> N
     assert queue.calls("scancel") == ["scancel 3"]
 
 
+def test_what_was_to_be_replaced_is_told_where_sbatch_refuses(runs: Path, queue: Queue) -> None:
+    submit(WORDS, runs=runs)
+    queue.set("refuse", "btx-mix")
+    with pytest.raises(UserError, match="nothing stays submitted, and 1, 2, to be replaced, had been cancelled"):
+        submit([*WORDS, "data=/b"], runs=runs)
+    assert not queue.jobs() and ids(runs) == {"expert-math": "1", "mix": "2"}
+
+
 def test_a_record_that_cannot_be_written(runs: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -255,23 +264,39 @@ def test_a_large_array_is_split(runs: Path, queue: Queue, monkeypatch: pytest.Mo
     assert "--dependency=afterok:1_0:1_1:2_0:2_1:3 " in queue.calls("sbatch")[-1]
 
 
-def test_a_process_of_this_machine_is_no_job_to_wait_for(runs: Path, queue: Queue) -> None:
+def test_a_process_of_this_machine_is_no_job_to_wait_for(
+    runs: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (runs / "state").mkdir()
-    submit(WORDS, runs=runs, dry_run=True)
-    told = {"BTX_RUNS": str(runs)}
-    entry = Submitted(job="local", line=list(told), after=[], log="", pid=os.getpid(), started=started(os.getpid()))
-    save_submitted(runs, "expert-math", entry)
-    with pytest.raises(UserError, match=r"expert-math is running as job local|runs as a process of this machine"):
-        submit(WORDS, runs=runs)
+    lines: dict[str, list[str]] = {}
+
+    def noted(jobs: Any, runs: Path, known: Any, live: Any, told: Any, redo: Any) -> list[Todo]:
+        lines.update({job.name: line(job, told) for job in jobs})
+        return decide(jobs, runs, known, live, told, redo)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("btx_nemo.launch.submit.decide", noted)
+        submit(WORDS, runs=runs, dry_run=True)
+    for told, message in (
+        (lines["expert-math"], "expert-math runs as a process of this machine; wait for it"),
+        (["another"], "expert-math is running as job local"),
+    ):
+        entry = Submitted(job="local", line=told, after=[], log="", pid=os.getpid(), started=started(os.getpid()))
+        save_submitted(runs, "expert-math", entry)
+        with pytest.raises(UserError, match=message):
+            submit(WORDS, runs=runs)
     assert not queue.calls("sbatch")
 
 
-@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize(("local", "linked"), [(False, False), (True, False), (False, True)])
 def test_the_printed_script_makes_again_what_submit_would(
-    local: bool, runs: Path, queue: Queue, capsys: pytest.CaptureFixture[str]
+    local: bool, linked: bool, runs: Path, queue: Queue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit(["math", "until=experts"], runs=runs, local=True)
     before = (runs / "expert-math" / "starts.jsonl").read_text()
+    if linked:
+        (runs / "expert-math").rename(runs / "elsewhere")
+        (runs / "expert-math").symlink_to("elsewhere")
     capsys.readouterr()
     submit(["math", "until=experts"], runs=runs, local=local, dry_run=True, redo=["expert-math"])
     subprocess.run(["bash", "-c", capsys.readouterr().out], check=True, capture_output=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from btx_nemo.errors import UserError
-from btx_nemo.launch.identity import Made, begin, fingerprint, made_of, put_aside, record, settings
+from btx_nemo.launch.identity import Made, begin, fingerprint, made_of, made_path, put_aside, settings
 
 
 def make(folder: Path, size: int = 1000, fill: int = 1) -> Path:
@@ -106,12 +106,12 @@ def test_a_run_stays_where_its_input_is_missing(tmp_path: Path) -> None:
 
     again()
     make(out)
-    text = record(tmp_path, "expert-math").read_text()
+    text = made_path(tmp_path, "expert-math").read_text()
     seed.rename(tmp_path / "away")
     for _ in range(2):
         with pytest.raises(UserError, match=r"expert-math: the input from is missing: .*seed has no model; bring it"):
             again()
-    assert record(tmp_path, "expert-math").read_text() == text
+    assert made_path(tmp_path, "expert-math").read_text() == text
     again(tmp_path / "away")
     assert out.exists() and not (tmp_path / "stale").exists()
 
@@ -168,15 +168,15 @@ def test_an_edited_configuration_is_noticed_and_a_copied_one_is_not(
     (tmp_path / "one" / "mine.yaml").unlink()
     again("one")  # the command itself will say that it is gone
     again("two")
-    made = json.loads(record(tmp_path, "expert-math").read_text())
+    made = json.loads(made_path(tmp_path, "expert-math").read_text())
     made["composed"]["of_an_older_version"] = "1"
     del made["composed"]["optim.eps"]
-    record(tmp_path, "expert-math").write_text(json.dumps(made))
+    made_path(tmp_path, "expert-math").write_text(json.dumps(made))
     again("two")  # settings that one version alone has say nothing
     del made["composed"]
-    record(tmp_path, "expert-math").write_text(json.dumps(made))
+    made_path(tmp_path, "expert-math").write_text(json.dumps(made))
     again("two")
-    assert "composed" in json.loads(record(tmp_path, "expert-math").read_text()), "a record without is completed"
+    assert "composed" in json.loads(made_path(tmp_path, "expert-math").read_text()), "a record without is completed"
 
 
 def test_a_linked_run_is_put_aside_whole(tmp_path: Path) -> None:

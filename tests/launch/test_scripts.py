@@ -136,6 +136,25 @@ def test_the_ranks_of_a_job(tmp_path: Path) -> None:
     ]
 
 
+def test_wrong_input_is_not_requeued_though_torchrun_ends_with_1(tmp_path: Path) -> None:
+    """A crash is; what an earlier start said of its input does not count then."""
+    runs = tmp_path / "runs"
+    environment = job_environment(tmp_path, SLURM_JOB_NUM_NODES="1", BTX_REQUEUE_ON_FAILURE="1")
+    stub(tmp_path, "srun", 'while [[ $1 == -* ]]; do shift; done; "$@"')
+    stub(tmp_path, "scontrol", f'echo "$@" >>{tmp_path}/told')
+    stub(tmp_path, "sleep", "exit 0")
+    command = f'while [[ $1 == -* || $1 != btx_nemo ]]; do shift; done; {sys.executable} -m "$@"; exit 1'
+    torchrun = f"if [[ $2 == torch.distributed.run ]]; then [[ -z ${{CRASH:-}} ]] || exit 1; {command}; fi"
+    stub(tmp_path, "python", f'{torchrun}\nexec {sys.executable} "$@"')
+    environment["BTX_PYTHON"] = str(tmp_path / "bin" / "python")
+    ended = script("train_expert.sh", "math", "stepz=1", runs=runs, **environment)
+    assert ended.returncode == 2 and "btx-nemo train: " in ended.stderr and "stepz" in ended.stderr, ended.stderr
+    assert (runs / "state" / "expert-math.refused").exists() and not (tmp_path / "told").exists()
+    ended = script("train_expert.sh", "math", "stepz=1", runs=runs, **environment, CRASH="1")
+    assert ended.returncode == 1 and "requeue 1 of 10" in ended.stdout, ended.stderr
+    assert (tmp_path / "told").read_text() == "requeue 31\n"
+
+
 def test_a_task_of_an_array_takes_its_domain(tmp_path: Path) -> None:
     array = {"SLURM_ARRAY_JOB_ID": "30", "SLURM_ARRAY_TASK_ID": "1"}
     ended = script("train_expert.sh", "math", "code", runs=tmp_path / "runs", **job_environment(tmp_path, **array))
@@ -158,6 +177,28 @@ def test_a_copy_in_a_spool_finds_the_scripts_it_was_submitted_from(tmp_path: Pat
     command = ["bash", str(copy), "math", "note=/a/train_expert.sh"]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert "job 31, restart 0" in ended.stdout, ended.stderr
+
+
+def test_a_script_without_its_folder_says_so(tmp_path: Path) -> None:
+    """At once where there is no Slurm, and where Slurm does not know the job."""
+    copy = shutil.copy(SCRIPTS / "train_expert.sh", tmp_path)
+    stub(tmp_path, "sleep", "exit 0")
+    stub(tmp_path, "scontrol", "exit 1")
+    for job in ({}, {"SLURM_JOB_ID": "31"}):
+        env = {**plain_environment(), **path(tmp_path), **job}
+        ended = subprocess.run(["bash", copy, "math"], env=env, capture_output=True, text=True, timeout=60)
+        message = "train_expert.sh: common.sh is not beside this script; run or submit it from the folder slurm/\n"
+        assert (ended.returncode, ended.stderr) == (2, message)
+
+
+def test_all_scripts_find_their_folder_in_the_same_way() -> None:
+    """But for their names: nothing can be sourced before it is found."""
+    blocks = {}
+    for file in SCRIPTS.glob("*.sh"):
+        _, start, rest = file.read_text().partition("\nhere=")
+        if start:
+            blocks[file.name] = rest.partition('source "$here/common.sh"')[0].replace(file.name, "NAME")
+    assert len(blocks) == 8 and len(set(blocks.values())) == 1
 
 
 def test_pyxis(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 def test_printed_scripts_are_the_golden_ones(
     name: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "absent", lambda: "")
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
     config = "pipeline_tiny" if name == "tiny" else "pipeline"
     monkeypatch.setattr(slurm, "named", lambda names: [])
@@ -98,7 +98,7 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
     monkeypatch.delenv("BTX_CLI")
     submit([], config_name="pipeline_tiny", runs=runs, dry_run=True)
     for word, message in (
-        ("expert.config=nope", "expert-math: --config-name nope: not in .*; known: .*expert"),
+        ("expert.config=nope", r"expert-math: --config-name nope: not in .*; known: .*\bexpert,"),
         ("experts.code.set.optim.lr=fast", "expert-code: train/expert.yaml: optim.lr must be float"),
         ("joint.set.layout.tpp=2", "joint: train/mix.yaml: unknown key layout.tpp"),
         ("mix.set.top_k=two", "mix: mix/btx.yaml: top_k must be int"),
@@ -340,7 +340,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> P
         (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{calls}"\n{text}\n')
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "absent", lambda: "")
     return calls
 
 

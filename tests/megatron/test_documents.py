@@ -61,6 +61,7 @@ CASES = [
     pytest.param("olmo3-yarn", {"tp": 2}, {}, 2, id="windows-tp2", marks=pytest.mark.slow),
     pytest.param("mixtral", {}, {"recompute": "full"}, 1, id="mixture-recomputed", marks=pytest.mark.slow),
     pytest.param("mixtral", {"tp": 2, "pp": 2, "ep": 2}, {}, 4, id="mixture-tp2-pp2-ep2"),
+    pytest.param("mixtral", {"tp": 2, "ep": 2, "etp": 2}, {}, 4, id="mixture-tp2-ep2-etp2", marks=pytest.mark.slow),
     pytest.param("mixtral-window", {"ep": 2}, {}, 2, id="mixture-windows-dp2", marks=pytest.mark.slow),
     pytest.param("mixtral-window", {"cp": 2, "ep": 2}, {}, 2, id="mixture-windows-cp2"),
     pytest.param("llama-yarn", {"pp": 2, "vpp": 2}, {}, 2, id="llama-vpp2", marks=pytest.mark.slow),

@@ -130,6 +130,37 @@ def test_parts_that_are_computed_again(
     expected = alone("mixture", options)
     assert max(differences(results, expected)) < 1e-5
     assert results[0]["history"][0]["load"] == expected[0]["load"]  # counted once
+    for result in results:
+        assert called_twice(result) == ({"core_attention"} if "core_attn" in modules else {"router", "experts"})
+
+
+WATCHED = ("input_layernorm", "linear_qkv", "core_attention", "router", "experts", "linear_fc1")
+
+
+def called_twice(result: dict[str, Any]) -> set[str]:
+    """Modules of the layers, by the last of their name, that each pass called twice; of WATCHED, the others once."""
+    layers = {name: n for name, n in result["calls"].items() if ".layers." in name and "local_experts" not in name}
+    calls = {name: {n for key, n in layers.items() if key.endswith(f".{name}")} for name in WATCHED}
+    assert all(found in (set(), {1}, {2}) for found in calls.values()), calls
+    return {name for name, found in calls.items() if found == {2}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "again"),
+    [
+        ("dense", {}, set()),
+        ("dense", {"recompute": "selective", "recompute_modules": ["mlp"]}, {"linear_fc1"}),
+        ("dense", {"recompute": "full"}, {"linear_qkv", "core_attention", "linear_fc1"}),
+        ("mixture", {}, set()),
+        ("mixture", {"recompute": "full"}, {"linear_qkv", "core_attention", "router", "experts"}),
+    ],
+)
+def test_what_is_computed_again_runs_twice(
+    ranks: RankPool, folders: dict[str, Path], kind: str, options: dict[str, Any], again: set[str]
+) -> None:
+    """And nothing else does."""
+    (result,) = ranks.run(jobs.one_step, str(folders[kind]), {}, BATCH, {"steps": 1, **options}, ranks=1)
+    assert called_twice(result) - {"input_layernorm"} == again
 
 
 @pytest.mark.parametrize("router", ["top_k", "soft", "switch", "divmoe"])

@@ -121,7 +121,10 @@ def test_tokens_that_pad_experts_for_fp8_change_nothing(ranks: RankPool, mixtral
     batch, options = jobs.random_batch(256, total=4, length=32), {"steps": 3}
     (plain,) = ranks.run(jobs.one_step, str(mixtral), {}, batch, options, ranks=1)
     options = {**options, "fp8": {"format": "hybrid", "pad_routing": pad_routing}}
+    assert any(rows % 16 for rows in plain["rows"])
     for padded in ranks.run(jobs.padded_step, str(mixtral), {"tp": 2, "ep": 2}, batch, options, ranks=2):
+        assert padded["rows"] and not any(rows % 16 for rows in padded["rows"])
+        assert padded["routing_padded"] == pad_routing
         for ours, theirs in zip(padded["history"], plain["history"], strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
             assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)

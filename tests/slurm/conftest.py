@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from btx_testing.slurm import FAKE, INSTALL, MISSING, REPO, TOOL, User, plain_environment
+from btx_testing.slurm import INSTALL, MISSING, TOOL, User, plain_environment, with_stand_in
 
 ROOM = "256k"
 """Size of the file system that is too small for a checkpoint."""
@@ -53,16 +52,5 @@ def cluster() -> Iterator[Path]:
 
 @pytest.fixture
 def user(cluster: Path, tmp_path: Path) -> User:
-    """One with a stand-in for the command, two GPUs a job, and a space in the name of the runs folder."""
-    runs = tmp_path / "my runs"
-    (runs / "seed").mkdir(parents=True)
-    (runs / "seed" / "config.json").write_text("{}")
-    environment = plain_environment() | {
-        "SLURM_CONF": str(cluster / "slurm.conf"),
-        "BTX_RUNS": str(runs),
-        "BTX_CLI": str(FAKE),
-        "BTX_PYTHON": sys.executable,
-        "SBATCH_GRES": "gpu:2",
-        "PYTHONPATH": str(REPO),
-    }
-    return User(cluster, environment, tmp_path)
+    """One with a stand-in for the command."""
+    return with_stand_in(cluster, tmp_path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from btx_testing.slurm import User, wait_for
+from btx_testing.slurm import User, wait_for, with_stand_in
 
 pytestmark = pytest.mark.slurm
 
@@ -44,29 +46,58 @@ def end(user: User, ids: dict[str, str], calm: str) -> None:
     assert weights(user) == calm
 
 
-def test_a_stop_before_the_time_limit(user: User, calm: str) -> None:
-    ids = begin(user)
-    user.stop_soon(ids["expert-math"])
-    end(user, ids, calm)
-    first, second = user.starts("expert-math")
-    assert first["stop"] and second["first"] >= 5 and not second["stop"]
-    log = user.log("expert-math")
-    assert "restart 0 of 10, 2 node(s) x 2 rank(s)" in log and "restart 1 of 10" in log, "the log was truncated"
+@pytest.fixture(scope="module")
+def limited(cluster: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[User, dict[str, str]]:
+    """A run with a limit of one minute and a signal 50 seconds before, on the node to which the next tests do nothing.
+
+    Slurm looks every 30 s whether it is time for the signal: the run must be longer. They do not wait for it.
+    """
+    user = with_stand_in(cluster, tmp_path_factory.mktemp("limited"))
+    limit = ("set.steps=640", "time='00:01:00'", "sbatch=['--signal=B:USR1@50','--nodelist=node1']")
+    return user, user.submit("prose", "until=experts", *(f"experts.prose.{word}" for word in limit))
 
 
-def test_an_administrator_s_requeue(user: User, calm: str) -> None:
-    ids = begin(user)
-    user.run("scontrol", "requeue", ids["expert-math"])
-    end(user, ids, calm)
-    assert user.job(ids["expert-math"])["Restarts"] == "1"
-
-
-def test_a_node_goes_down(user: User, calm: str) -> None:
+def test_a_node_goes_down_a_requeue_and_a_stop_before_the_time_limit(user: User, calm: str, limited: object) -> None:
+    """In a pipeline each: the first waits for its new start while the others get theirs."""
+    requeued, stopped = (with_stand_in(user.cluster, user.cwd / name) for name in ("requeued", "stopped"))
     ids = begin(user)
     user.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
     wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue")
     user.resume("node2")
+    ids_requeued = begin(requeued)
+    user.run("scontrol", "requeue", ids_requeued["expert-math"])
+    ids_stopped = begin(stopped)
+    user.stop_soon(ids_stopped["expert-math"])
+
     end(user, ids, calm)
+    end(requeued, ids_requeued, calm)
+    assert user.job(ids_requeued["expert-math"])["Restarts"] == "1"
+    end(stopped, ids_stopped, calm)
+    first, second = stopped.starts("expert-math")
+    assert first["stop"] and second["first"] >= 5 and not second["stop"]
+    log = stopped.log("expert-math")
+    assert "restart 0 of 10, 2 node(s) x 2 rank(s)" in log and "restart 1 of 10" in log, "the log was truncated"
+
+
+@pytest.mark.slow
+def test_a_node_dies(user: User, calm: str, limited: object) -> None:
+    """SIGKILL to all on a node, which Slurm finds out by itself."""
+    if not (user.cluster / "hosts").exists():
+        pytest.skip("the nodes have no names of their own: unshare --mount --uts needs root")
+    ids = begin(user)
+    user.daemon("kill", "node2")
+    wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue", seconds=180)
+    user.daemon("revive", "node2")
+    user.wait_nodes("idle", "allocated", "mixed")
+    end(user, ids, calm)
+
+
+@pytest.mark.slow
+def test_slurm_s_own_signal_before_the_limit(limited: tuple[User, dict[str, str]]) -> None:
+    user, ids = limited
+    assert user.wait_end(*ids.values(), seconds=240) == ["COMPLETED"]
+    starts = user.starts("expert-prose")
+    assert starts[0]["stop"] and starts[-1]["first"] > 0
 
 
 def test_a_job_is_cancelled_and_submitted_again(user: User, calm: str) -> None:
@@ -113,21 +144,3 @@ def test_the_disk_is_full_in_one_expert_s_folder(user: User, calm: str) -> None:
     again = user.submit(*words)
     assert again["expert-code"] == "done"
     end(user, again, calm)
-
-
-@pytest.mark.slow
-def test_a_node_dies_and_on_the_other_a_limit_nears(user: User, calm: str) -> None:
-    """SIGKILL to all on a node, which Slurm finds out by itself; a limit of one minute, a signal 50 seconds before."""
-    if not (user.cluster / "hosts").exists():
-        pytest.skip("the nodes have no names of their own: unshare --mount --uts needs root")
-    limit = "--nodelist=node1 --time=1 --signal=B:USR1@50"
-    limited = user.sbatch("train_expert.sh", "prose", "steps=400", options=limit)
-    ids = begin(user)
-    user.daemon("kill", "node2")
-    wait_for(lambda: user.job(ids["expert-math"]).get("Restarts") == "1", "the requeue", seconds=180)
-    user.daemon("revive", "node2")
-    user.wait_nodes("idle", "allocated", "mixed")
-    end(user, ids, calm)
-    assert user.wait_end(limited, seconds=240) == ["COMPLETED"]
-    starts = user.starts("expert-prose")
-    assert starts[0]["stop"] and starts[-1]["first"] > 0

@@ -19,14 +19,14 @@ def test_a_step_that_overflows_is_skipped_and_halves_the_scale(
     ranks: RankPool, world: TinyWorld, kind: str, layout: dict[str, int], count: int
 ) -> None:
     """Neither the weights nor the schedule move; the scale falls until the gradients fit, then grows again."""
-    options = {**HUGE, "lr": 1e-3, "warmup_steps": 4}
+    options = {**HUGE, "lr": 1e-3, "warmup_steps": 4, "decay": "constant"}
     model: Path = getattr(world, kind)
     results = ranks.run(train_jobs.loss_scales, str(model), layout, options, 30, [], ranks=count)
     taken, scale = 0, 2.0**40
     grown = clean = 0
     for number, step in enumerate(results[0]):
         assert step["moved"] == (step["ok"] and taken > 0)  # the first step of a warm-up has a rate of zero
-        assert step["lr"] == pytest.approx(1e-3 * taken / 4 if taken <= 4 else step["lr"])
+        assert step["lr"] == pytest.approx(1e-3 * min(taken, 4) / 4)
         clean = clean + 1 if step["ok"] else 0
         if not step["ok"]:
             scale /= 2
@@ -50,13 +50,17 @@ def test_experts_and_the_rest_keep_one_scale(ranks: RankPool, world: TinyWorld) 
 
 
 def test_fp16_follows_fp32(ranks: RankPool, world: TinyWorld) -> None:
+    """Each precision learns, and its loss falls by as much as that of fp32."""
     losses: dict[str, Any] = {}
     for precision in ("fp32", "fp16", "bf16"):
         options = {"precision": precision, "lr": 3e-3, "loss_scale": {"initial": 1024.0}}
         losses[precision] = ranks.run(train_jobs.losses, str(world.mixture), {}, options, 5, ranks=1)[0]
-    assert losses["fp32"][-1] < losses["fp32"][0] - 0.05
     assert losses["fp16"] == pytest.approx(losses["fp32"], rel=2e-3)
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+    falls = {precision: found[0] - found[-1] for precision, found in losses.items()}
+    assert min(falls.values()) > 0.05
+    assert falls["fp16"] == pytest.approx(falls["fp32"], rel=0.05), falls
+    assert falls["bf16"] == pytest.approx(falls["fp32"], rel=0.2), falls
 
 
 def test_a_resumed_run_has_the_scale_it_was_stopped_with(

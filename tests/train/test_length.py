@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from btx_testing.chats import chat_domain
-from btx_testing.runs import TinyWorld
+from btx_testing.runs import TinyWorld, copy_domain
 
 from btx_nemo.config.load import load
 from btx_nemo.config.schema import TrainConfig
@@ -23,17 +22,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.train.contents import contents_of
 from btx_nemo.train.length import with_steps
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A process group of this process alone, unless there is one."""
-    if torch.distributed.is_initialized():
-        yield
-        return
-    store = tmp_path_factory.mktemp("store") / "file"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -160,9 +149,7 @@ def test_text_and_chats_come_together_in_whole_passes_alone(world: TinyWorld, ch
 
     both = tmp_path / "data"
     shutil.copytree(chats, both)
-    shutil.copytree(world.data / "math", both / "text")
-    meta = both / "text/meta.json"
-    meta.write_text(meta.read_text().replace('"domain": "math"', '"domain": "text"'))
+    copy_domain(world.data / "math", both / "text")
     with pytest.raises(UserError, match="text and chats cannot be weighed against each other"):
         build_datasets(both, {"math": 1, "text": 1}, seq_length=32, train_samples=4, cache_dir=tmp_path / "c")
     train, _ = build_datasets(

@@ -67,6 +67,13 @@ def test_the_schedule_follows_its_formula(ranks: RankPool, world: TinyWorld, sch
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+def test_every_step_of_a_training_moves_the_schedule(ranks: RankPool, world: TinyWorld) -> None:
+    """By one step each, of a model that really trains."""
+    options = {"lr": 2e-3, "min_lr": 1e-4, "steps": 8, "decay": "cosine", "warmup_steps": 3}
+    (found,) = ranks.run(train_jobs.rates, str(world.mixture), options, 8, ranks=1)
+    assert found == pytest.approx([scheduled(step, 2e-3, 1e-4, 3, 8, "cosine") for step in range(8)], rel=1e-9)
+
+
 ROUTERS = {f"decoder.layers.{i}.mlp.router.weight" for i in (0, 1)}
 
 

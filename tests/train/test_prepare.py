@@ -248,11 +248,18 @@ def test_the_same_from_a_fresh_interpreter(world: TinyWorld, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_two_ranks_say_it_once(world: TinyWorld, tmp_path: Path) -> None:
-    arguments = world.arguments("tiny_mix", tmp_path / "run", freeze="[no.such]", layout__ep=2)
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ("[no.such]", "'no.such' matches no parameter"),
+        pytest.param('["*"]', "['*'] leaves nothing to train", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_say_it_once(world: TinyWorld, tmp_path: Path, patterns: str, message: str) -> None:
+    arguments = world.arguments("tiny_mix", tmp_path / "run", freeze=patterns, layout__ep=2)
     ended = run_module(*arguments, launcher=torchrun(2))
     assert ended.code != 0
-    assert ended.err.count("btx-nemo train: freeze: 'no.such' matches no parameter") == 1
+    assert ended.err.count(f"btx-nemo train: freeze: {message}") == 1
     assert "exitcode  : 2" in ended.err
     assert not (tmp_path / "run").exists()
 

@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from btx_testing.commands import CommandServer, Ended, clean_environment, run_module, torchrun, wait_until
-from btx_testing.runs import TinyWorld, logged_step, metrics, saved_step, weights
+from btx_testing.commands import CommandServer, clean_environment, ok, run_module, torchrun, wait_until
+from btx_testing.runs import TinyWorld, curve, logged_step, metrics, saved_step, weights
 from btx_testing.tensors import temporaries
 
 DEATH = "btx_testing.death:at?"
 RUN, SAVING = "btx_nemo.train.run", "btx_nemo.train.saving"
 LONG = {"steps": 60, "checkpoint__every": 20}
-
-
-def ok(ended: Ended) -> Ended:
-    assert ended.code == 0, ended.err
-    return ended
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -289,10 +284,6 @@ LAYOUTS = [
 ]
 
 
-def curve(out: Path) -> list[float]:
-    return [value for r in metrics(out) for value in (r.get("loss"), *r.get("valid", {}).values()) if value is not None]
-
-
 @pytest.fixture(scope="module")
 def half_mixture(world: TinyWorld, commands: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture's run on one rank that was stopped after step 6 of 12; copy it."""
@@ -360,6 +351,7 @@ def test_bf16_keeps_its_main_weights(world: TinyWorld, commands: CommandServer, 
             "pp", "['decoder.layers.0.*','embedding.*']", r"model\.(layers\.0|embed_tokens)\..*", marks=pytest.mark.slow
         ),
         ("pp", "['decoder.layers.1.*','*final*','output_layer.*']", r"(model\.(layers\.1|norm)|lm_head)\..*"),
+        pytest.param("pp", "[*.mlp.experts.*]", r".*\.experts\..*", marks=pytest.mark.slow),
         pytest.param("pp", "[*.local_experts.0.*]", r".*\.experts\.0\..*", marks=pytest.mark.slow),
         pytest.param("ep", "['*.local_experts.[01].*']", r".*\.experts\.[01]\..*", marks=pytest.mark.slow),
         ("ep", "['*.local_experts.[23].*']", r".*\.experts\.[23]\..*"),
@@ -405,8 +397,10 @@ def test_a_lost_latest_loses_no_step(
 
 
 def test_other_data_are_refused(world: TinyWorld, commands: CommandServer, half: Path, tmp_path: Path) -> None:
+    """A domain more, or other tokens; but not another domain of the folder, which the run only validates on."""
     out = Path(shutil.copytree(half, tmp_path / "run"))
     record = json.loads((out / "data.json").read_text())
+    assert set(record) == {"math"} and "sources" not in record["math"]
     (out / "data.json").write_text(json.dumps({**record, "law": record["math"]}))
     ended = commands.run(*world.arguments("tiny_expert", out))
     assert ended.code == 2 and "was started on other data: law had 5 documents of" in ended.err, ended.err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 from btx_testing import train_jobs
 from btx_testing.models import make_llama, make_model
 from btx_testing.pool import RankPool
-from btx_testing.runs import SIZES, TinyWorld
+from btx_testing.runs import SIZES, TinyWorld, copy_domain
 from btx_testing.vectors import golden
 
 from btx_nemo.config.load import load
@@ -92,9 +90,7 @@ def test_a_domain_s_expert_may_see_several_sources(world: TinyWorld) -> None:
 def test_by_default_domains_of_the_kind_that_trains_are_validated(world: TinyWorld, tmp_path: Path) -> None:
     """Chats beside text would keep the documents of a text run apart."""
     for name, kind in (("math", "text"), ("code", "text"), ("talk", "chat")):
-        shutil.copytree(world.data / "math", tmp_path / name)
-        meta = json.loads((tmp_path / name / "meta.json").read_text())
-        (tmp_path / name / "meta.json").write_text(json.dumps({**meta, "domain": name, "kind": kind}))
+        copy_domain(world.data / "math", tmp_path / name, kind=kind)
 
     def validated(*overrides: str) -> list[str]:
         words = [f"data.path={tmp_path}", "steps=1", *overrides]

@@ -7,13 +7,9 @@ from pathlib import Path
 import pytest
 from btx_testing.commands import CommandServer
 from btx_testing.models import make_mixtral
-from btx_testing.runs import SIZES, TinyWorld, metrics, weights
+from btx_testing.runs import SIZES, TinyWorld, curve, weights
 
 STOP = "btx_testing.death:term_at?btx_nemo.train.run:train_step:6"
-
-
-def curve(out: Path) -> list[float]:
-    return [value for r in metrics(out) for value in (r.get("loss"), *r.get("valid", {}).values()) if value is not None]
 
 
 def test_resharding_to_and_from_virtual_stages(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:

@@ -10,21 +10,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from btx_testing.commands import CommandServer, Ended
+from btx_testing.commands import CommandServer, ok
 from btx_testing.pool import RankPool
 from btx_testing.runs import TinyWorld, metrics, saved_step, weights
 from btx_testing.train_jobs import around_a_poisoned_step
 
 from btx_nemo.config.schema import RobustConfig
 from btx_nemo.train.step import StepResult
-from btx_nemo.train.watch import Watch, spike
+from btx_nemo.train.watch import Watch, batch_ids, spike
 
 POISON = "btx_testing.death:poison_at?"
-
-
-def ok(ended: Ended) -> Ended:
-    assert ended.code == 0, ended.err
-    return ended
 
 
 def skipped(out: Path) -> list[dict]:
@@ -76,7 +71,7 @@ def test_a_skipped_step_is_told_and_the_run_goes_on(world: TinyWorld, commands: 
     steps = [record for record in metrics(whole) if "loss" in record]
     assert [record["step"] for record in steps if record["skipped"]] == [6, 7]
     assert steps[5]["lr"] == steps[6]["lr"] == steps[7]["lr"] != steps[8]["lr"]  # the schedule waited
-    assert set(steps[0]["domain_loss"]) <= {"math", "code"}
+    assert steps[0]["domain_loss"] and set(steps[0]["domain_loss"]) <= {"math", "code"}
 
     arguments = world.arguments("tiny_expert", out, **options)
     killed = commands.start_ranks(2, *arguments, before="btx_testing.death:poisoned_and_killed?6,7@1/10")
@@ -105,21 +100,39 @@ def test_too_many_in_a_row_end_the_run(world: TinyWorld, commands: CommandServer
 
 
 def test_the_batches_are_those_that_were_trained_on(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
-    """The documents named are those that the sample's tokens are in."""
-    import numpy as np
-
-    from btx_nemo.data.indexed import open_indexed
-
+    """The steps' samples, by their numbers, in the blend."""
     out = tmp_path / "run"
     ended = commands.run(*world.arguments("tiny_mix", out, robust__max_skipped=0), before=f"{POISON}2")
     assert ended.code == 1
     (record,) = skipped(out)
     assert [sample["sample"] for sample in record["samples"]] == [4, 5, 6, 7]
     assert {sample["domain"] for sample in record["samples"]} == {"math", "code"}
-    for sample in record["samples"]:
+    assert all(sample["documents"] for sample in record["samples"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_documents_named_are_those_that_a_sample_is_cut_from(world: TinyWorld, tmp_path: Path) -> None:
+    """Its tokens are one piece of them, from the first of them to the last."""
+    import numpy as np
+
+    from btx_nemo.data.datasets import build_datasets
+    from btx_nemo.data.indexed import open_indexed
+
+    blend = {"math": 1.0, "code": 1.0}
+    train, _ = build_datasets(world.data, blend, seq_length=300, train_samples=24, cache_dir=tmp_path)
+    several = 0
+    for number, sample in enumerate(batch_ids(train, list(blend), range(24))):
+        assert sample["sample"] == number
         indexed = open_indexed(world.data / sample["domain"] / "train")
-        assert sample["documents"] and max(sample["documents"]) < len(indexed.lengths)
-        assert int(np.sum(indexed.lengths[sample["documents"]])) > 32
+        documents = [indexed.document(document) for document in sample["documents"]]
+        text = np.concatenate(documents)
+        item = train[number]
+        piece = np.append(item["tokens"].numpy(), item["labels"].numpy()[-1])
+        begins = np.flatnonzero((np.lib.stride_tricks.sliding_window_view(text, len(piece)) == piece).all(axis=1))
+        longest, shortest = len(documents[0]), len(text) - len(documents[-1])
+        assert any(begin < longest and begin + len(piece) > shortest for begin in begins), sample
+        several += len(documents) > 1
+    assert several
 
 
 def result(loss: float, grad_norm: float = 1.0, ok: bool = True) -> StepResult:

@@ -276,6 +276,28 @@ def test_removing_from_a_mixture_of_unknown_origin_says_what_may_stay(
     assert "trained: does not say which recipe made it; if it was bar" in caplog.text
 
 
+def test_the_history_goes_through_a_training_unless_another_mixture_is_there(root: Path, tmp_path: Path) -> None:
+    """A relative init_from is from where the run's relative out is, not from where the mix is made."""
+    bar = run("bar", root / "anchor_m", tmp_path / "runs" / "bar", pairs(root, "bar", "math", "tool"))
+    out = tmp_path / "runs" / "joint"
+    trained = write_checkpoint(out / "checkpoints" / "step_1", open_source(bar).config, read_shared(bar))
+
+    def history(init_from: str, place: str) -> list[str]:
+        (out / "resolved.yaml").write_text(f"{{init_from: {init_from}, out: {place}}}")
+        target = tmp_path / f"removed{len(list(tmp_path.iterdir()))}"
+        run("remove", trained, target, names=["math"], aside=str(bar / "shared_per_expert"))
+        return [entry["recipe"] for entry in json.loads((target / "manifest.json").read_text())["history"]]
+
+    assert history("runs/bar", "runs/joint") == history("runs/bar", "./runs/joint/") == ["bar", "remove"]
+    assert history(str(bar), str(out)) == history(str(bar), "elsewhere/joint") == ["bar", "remove"]
+    assert history("runs/bar", str(out)) == history("runs/bar", "other/joint") == ["remove"]
+    bar.rename(tmp_path / "kept")
+    other = run("bar", root / "anchor_m", bar, pairs(root, "bar", "math", "code"))
+    shutil.rmtree(other / "shared_per_expert")
+    shutil.copytree(tmp_path / "kept" / "shared_per_expert", bar / "shared_per_expert")
+    assert history("runs/bar", "runs/joint") == ["remove"]
+
+
 def test_the_history_is_kept_and_shown(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mix = run("flexolmo", root / "anchor_m", tmp_path / "mix", pairs(root, "flex", "math", "code"))
     added = run("add", mix, tmp_path / "added", pairs(root, "flex", "tool"))

@@ -29,6 +29,12 @@ class Ended:
     err: str
 
 
+def ok(ended: Ended) -> Ended:
+    """The same, which must have ended well."""
+    assert ended.code == 0, ended.err
+    return ended
+
+
 @dataclass(frozen=True)
 class Running:
     """A command that runs, leader of a process group of its own."""

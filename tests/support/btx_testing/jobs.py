@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,8 @@ def logits(folder: str, layout: dict[str, int], tokens: torch.Tensor) -> torch.T
 def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
     """Loss, gradient norm, balance loss and routing of one training step on a global batch, and the loss after it.
 
-    `batch` holds the global batch [G, S]; options: steps, micro_batch_size, and those of `settings`.
+    `batch` holds the global batch [G, S]; options: steps, micro_batch_size, and those of `settings`. `calls` is how
+    often each module of the model was called in a micro-batch of these steps, `rows` the sizes of experts' batches.
     """
     from megatron.core import parallel_state as mpu
 
@@ -54,6 +57,12 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
                     first = (m * dp_size + dp_rank) * size
                     yield {key: value[first : first + size] for key, value in batch.items()}
 
+        calls: Counter[str] = Counter()
+        rows: set[int] = set()
+        for name, module in trainee.gpt.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
+            if re.search(r"\.local_experts\.\d+$", name):
+                module.register_forward_pre_hook(lambda _, inputs: rows.add(len(inputs[0])))
         data, history = batches(), []
         for _ in range(options.get("steps", 2)):
             reset_routing(trainee.gpt)
@@ -69,7 +78,8 @@ def one_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor]
                     "load": routing.load if routing else None,
                 }
             )
-        return {"history": history}
+        passes = microbatches * len(history)
+        return {"history": history, "calls": {name: count / passes for name, count in calls.items()}, "rows": rows}
 
 
 def padded_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tensor], options: dict[str, Any]) -> dict:
@@ -80,10 +90,12 @@ def padded_step(folder: str, layout: dict[str, int], batch: dict[str, torch.Tens
     from unittest import mock
 
     from megatron.core import utils
+    from megatron.core.transformer.moe import token_dispatcher
     from packaging.version import Version
 
-    with mock.patch.object(utils, "_te_version", Version("2.8.0")):
-        return one_step(folder, layout, batch, options)
+    padding = mock.patch.object(token_dispatcher, "pad_routing_map", wraps=token_dispatcher.pad_routing_map)
+    with mock.patch.object(utils, "_te_version", Version("2.8.0")), padding as pads:
+        return {**one_step(folder, layout, batch, options), "routing_padded": pads.called}
 
 
 def settings(layout: dict[str, int], options: dict[str, Any], optim: OptimConfig) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -71,6 +72,13 @@ def make_world(root: Path) -> TinyWorld:
     )
 
 
+def copy_domain(source: Path, target: Path, **changes: str) -> None:
+    """A domain's folder as the domain of another name, and with these changes in its meta.json."""
+    shutil.copytree(source, target)
+    meta = json.loads((target / "meta.json").read_text())
+    (target / "meta.json").write_text(json.dumps({**meta, "domain": target.name, **changes}))
+
+
 def weights(out: Path) -> bytes:
     """The exported weights of a finished run, byte for byte."""
     assert (out / "DONE").exists()
@@ -82,6 +90,11 @@ def metrics(out: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what differs from run to run."""
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if key not in SPEED} for record in records]
+
+
+def curve(out: Path) -> list[float]:
+    """All losses and validation losses in metrics.jsonl."""
+    return [value for r in metrics(out) for value in (r.get("loss"), *r.get("valid", {}).values()) if value is not None]
 
 
 def logged_step(out: Path) -> int:

@@ -133,3 +133,19 @@ class User:
             return len(found) == 2 and all(state in states for state in found)
 
         wait_for(ready, f"nodes {states}")
+
+
+def with_stand_in(cluster: Path, folder: Path) -> User:
+    """One with a stand-in for the command, two GPUs a job, and a space in the name of the runs folder."""
+    runs = folder / "my runs"
+    (runs / "seed").mkdir(parents=True)
+    (runs / "seed" / "config.json").write_text("{}")
+    environment = plain_environment() | {
+        "SLURM_CONF": str(cluster / "slurm.conf"),
+        "BTX_RUNS": str(runs),
+        "BTX_CLI": str(FAKE),
+        "BTX_PYTHON": sys.executable,
+        "SBATCH_GRES": "gpu:2",
+        "PYTHONPATH": str(REPO),
+    }
+    return User(cluster, environment, folder)

@@ -70,6 +70,12 @@ def steps(subject: Any, count: int, vocab_size: int = 288, mask: float = 1.0) ->
         yield train_step(subject, data, microbatches=2, micro_batch_size=1, seq_length=16)
 
 
+def rates(model: str, options: dict[str, Any], count: int) -> list[float]:
+    """Learning rate of each step."""
+    with trainee(model, {}, options) as subject:
+        return [result.lr for result in steps(subject, count)]
+
+
 def losses(model: str, layout: dict[str, int], options: dict[str, Any], count: int) -> list[float]:
     """Loss of each step."""
     with trainee(model, layout, options) as subject:
