@@ -101,8 +101,7 @@ def test_the_first_stage_holds_more_micro_batches() -> None:
         (2, "--pp 2 --vpp 2"),
         (2, "--etp 2 --moe"),
         (1, "--documents"),
-        (2, "--save"),
-        (4, "--tp 2 --ep 2 --moe --precision bf16 --save"),
+        (2, "--ep 2 --moe --precision bf16 --save"),
     ],
 )
 def test_measured_processes(count: int, arguments: str) -> None:
