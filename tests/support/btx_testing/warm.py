@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """What commands and gloo ranks import, in one place: the processes of the tests fork from one that has imported this.
 
 A fresh interpreter needs three seconds of processor time for it.
@@ -16,4 +17,4 @@ with cpu_platform():
     import btx_nemo.convert.logits
     import btx_nemo.train.run
     import btx_nemo.train.setup
-    import btx_nemo.train.step  # noqa: F401
+    import btx_nemo.train.step
