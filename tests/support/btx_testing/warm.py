@@ -5,8 +5,9 @@ A fresh interpreter needs three seconds of processor time for it.
 """
 
 from btx_nemo.megatron.platform import cpu_platform
+from btx_nemo.startup import kept_imports
 
-with cpu_platform():
+with kept_imports(), cpu_platform():
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_model
     import megatron.core.optimizer
