@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def kept_imports() -> Iterator[None]:
-    """For imports as large as torch: what they make lives as long as the process, and is left out of garbage collection.
+    """For imports as large as torch's: what they make stays as long as the process, outside garbage collection.
 
-    Collecting while they are made, and walking through them later, took half a second of a training's start.
+    Collections while they are made, and walks through them later, took half a second of a training's start.
     """
     gc.disable()
     try:
