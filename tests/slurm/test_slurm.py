@@ -11,6 +11,7 @@ import pytest
 from btx_testing.slurm import REPO, User, wait_for
 
 pytestmark = pytest.mark.slurm
+IN_ADVANCE = ("pipeline_here", "pipeline_on_nodes")
 
 STAGES = ["expert-math", "expert-code", "expert-prose", "mix", "joint", "export", "eval"]
 DOMAINS = ("math", "code", "prose")
