@@ -14,8 +14,10 @@ with kept_imports(), cpu_platform():
     import torch._dynamo  # by the first step of an optimizer
     import torch.distributed.tensor
 
-    import btx_nemo.config.load
     import btx_nemo.convert.logits
     import btx_nemo.train.run
     import btx_nemo.train.setup
     import btx_nemo.train.step
+    from btx_nemo.config.load import load
+
+    load("train", "tiny_expert", [f"{name}=x" for name in ("domain", "init_from", "data.path", "out")])  # imports Hydra
