@@ -47,7 +47,7 @@ def finish(folder: Path) -> None:
 
 OTHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "data": (("data=/b",), (), "now BTX_DATA=/b, no longer BTX_DATA="),
-    "seed": (("seed=/s",), (), "now BTX_SEED=/s, no longer BTX_SEED="),
+    "seed": (("seed=/s",), (), "now BTX_SEED=/s, .*no longer BTX_SEED="),
     "restarts": (("max_restarts=0",), (), "now BTX_MAX_RESTARTS=0"),
     "options": ((), ("--comment=B",), "now --comment=B"),
 }

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from btx_testing.commands import CommandServer, wait_until
+from btx_testing.configs import BAR
 from btx_testing.mixing import SMALL, make_models, mix_arguments
 from btx_testing.models import make_llama
 from btx_testing.runs import TinyWorld, logged_step
@@ -28,13 +30,6 @@ from btx_nemo.launch.settings import RESERVED
 from btx_nemo.launch.submit import scripts_dir, submit
 
 REPO = Path(__file__).resolve().parents[2]
-RATES = [f"optim.{name}" for name in ("lr", "min_lr", "warmup_steps", "weight_decay")]
-BAR_NEEDS = [
-    *(f"expert.set.{key}" for key in ("global_batch_size", *RATES)),
-    *(f"expert.stages.mid.set.{key}" for key in ("tokens", "global_batch_size", *RATES)),
-    "router.set.global_batch_size",
-]
-"""What conf/submit/bar.yaml leaves to the user, beside the anchor."""
 GOLDEN = Path(__file__).parent / "golden"
 PIPELINES = {
     "alike": ["math", "code-py", "expert.set.steps=10", "expert.gpus=4", "joint.set.layout.ep=2"],
@@ -103,13 +98,13 @@ def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
         (["math", "anchor=/s"], "an anchor stands beside the experts in pairs; give pair.config=two_expert"),
         (["math", "anchor=/s", "anchor_training={}", "pair={}"], "give one of them"),
         (["anchor", "pair={}"], "domain 'anchor': has another meaning in a pair"),
-        (["math", "anchor=runs/pair-math", "runs=runs", "pair={}"], "pair-math: starts from .*, which pair-math makes"),
-        (["math", "experts.math.set.init_from=runs/mix", "runs=runs"], "expert-math: starts from .*, which mix makes"),
+        (["math", "anchor='{runs}/pair-math'", "pair={}"], "pair-math: starts from .*, which pair-math makes"),
+        (["math", "experts.math.set.init_from='{runs}/mix'"], "expert-math: starts from .*, which mix makes"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(words: list[str], message: str, runs: Path) -> None:
     with pytest.raises(UserError, match=message):
-        submit(words, runs=runs)
+        submit([word.replace("{runs}", str(runs)) for word in words], runs=runs)
     assert [p.name for p in runs.iterdir()] == ["seed"]
 
 
@@ -145,7 +140,7 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
     with pytest.raises(UserError, match=r"mix: recipe bar merges two-expert models; give pair.config=two_expert"):
         submit(["math", "mix.config=bar"], runs=runs)
     with pytest.raises(UserError, match=r"submit/bar.yaml: anchor is required; give anchor=VALUE"):
-        submit(["math", *(f"{word}=1" for word in BAR_NEEDS)], config_name="bar", runs=runs)
+        submit(["math", *BAR], config_name="bar", runs=runs)
 
 
 def test_what_scripts_set_themselves_is_refused(runs: Path) -> None:
@@ -219,56 +214,39 @@ def test_an_expert_added_or_trained_again_makes_stale_only_what_it_is_in(
 def test_bar_here_and_an_expert_added_later(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Anchor, pairs, stages, the merge of what was trained, routers, export."""
 
-    def went(*words: str, redo: tuple[str, ...] = ()) -> dict[str, str]:
-        """Stage -> why it was started."""
+    def went(*words: str, **more: Any) -> dict[str, str]:
+        """Stage -> why it was started, or would be."""
         capsys.readouterr()
-        submit([*words, "local_jobs=2"], config_name="bar_tiny", runs=runs, redo=redo)
-        lines = [line.partition(": started (") for line in capsys.readouterr().out.splitlines()]
+        submit([*words, "local_jobs=2", "expert.set.steps=1"], config_name="bar_tiny", runs=runs, **more)
+        out = capsys.readouterr().out
+        if more:
+            return dict(line[2:].split(": ", 1) for line in out.splitlines() if line[0] == "#" and ": done" not in line)
+        lines = [line.partition(": started (") for line in out.splitlines()]
         return {stage: why.partition("),")[0] for stage, started, why in lines if started}
 
     def made(stage: str) -> dict[str, str]:
         return json.loads((runs / stage / "manifest.json").read_text())
 
+    def told(stage: str) -> list[str]:
+        return json.loads((runs / stage / "starts.jsonl").read_text())["argv"]
+
     shutil.rmtree(runs / "seed")
-    stages = ["pair-math", "expert-math.mid", "expert-math", "pair-code", "expert-code.mid", "expert-code"]
+    roots, math = ["data", "chats", "seed", "anchor"], ["pair-math", "expert-math.mid", "expert-math"]
     end = ["mix", "router", "export", "eval"]
-    assert sorted(went()) == sorted(["data", "chats", "seed", "anchor", *stages, *end])
+    assert sorted(went("~experts.code")) == sorted([*roots, *math, *end])
     pair, mix = made("pair-math"), made("mix")
     assert (pair["seed"], pair["experts.math"]) == (f"{runs}/anchor/hf", f"{runs}/seed/hf")
-    assert [key for key in pair if key.startswith("experts")] == ["experts.math"]
-    assert (mix["seed"], mix["experts.math"], mix["experts.code"]) == (
-        f"{runs}/anchor/hf",
-        f"{runs}/expert-math",
-        f"{runs}/expert-code",
-    )
-    starts = {name: json.loads((runs / name / "starts.jsonl").read_text())["argv"] for name in (*stages[1:3], "router")}
-    assert f"init_from='{runs}/pair-math'" in starts["expert-math.mid"]
-    assert f"init_from='{runs}/expert-math.mid'" in starts["expert-math"]
-    assert f"init_from='{runs}/mix'" in starts["router"] and made("export")["in"] == f"{runs}/router"
-    assert went() == {}
+    assert (mix["seed"], mix["experts.math"]) == (f"{runs}/anchor/hf", f"{runs}/expert-math")
+    assert f"init_from='{runs}/pair-math'" in told("expert-math.mid")
+    assert f"init_from='{runs}/expert-math.mid'" in told("expert-math")
+    assert f"init_from='{runs}/mix'" in told("router") and made("export")["in"] == f"{runs}/router"
 
-    added = went("experts.tool.stages.mid=null")
-    assert list(added) == ["pair-tool", "expert-tool", *end] and added["mix"] == "stale: another expert-tool"
-    assert went("experts.tool.stages.mid=null", redo=("pair-math",)) == {
-        "pair-math": "to be made again",
-        **{
-            stage: f"follows {before}"
-            for stage, before in zip(
-                ["expert-math.mid", "expert-math", *end],
-                ["pair-math", "expert-math.mid", "expert-math", "mix", "router", "router"],
-            )
-        },
-    }
-    assert sorted(path.name for path in (runs / "stale").iterdir()) == [
-        "eval.1",
-        "export.1",
-        "mix.1",
-        "pair-math.1",
-        "router.1",
-    ], "the same bits came out, and yet more was made again"
-    assert sorted(went("experts.tool.stages.mid=null", "anchor_training.set.steps=9", redo=("anchor",))) == sorted(
-        ["anchor", *stages, "pair-tool", "expert-tool", *end]
-    )
+    code = "experts.code.stages.mid=null"
+    added = went(code)
+    assert list(added) == ["pair-code", "expert-code", *end] and added["mix"] == "stale: another expert-code"
+    assert went(code) == {}
+    assert list(went(code, redo=["expert-math"], dry_run=True)) == ["expert-math", *end]
+    assert list(went(code, redo=["anchor"], dry_run=True)) == ["anchor", *math, "pair-code", "expert-code", *end]
 
 
 def test_a_pair_of_models_that_are_still_trained_is_refused(runs: Path) -> None:
