@@ -15,17 +15,16 @@ TRAINING = {
     "bar_midtrain": ["domain=math", "global_batch_size=4", "tokens=1e3", *_RATES],
     "bar_sft": ["domain=math", "global_batch_size=4", *_RATES],
 }
-_RATE_KEYS = ["optim.lr", "optim.min_lr", "optim.warmup_steps", "optim.weight_decay"]
 BAR = [
-    *(f"expert.set.{key}=1" for key in ("global_batch_size", *_RATE_KEYS)),
-    *(f"expert.stages.mid.set.{key}=1" for key in ("tokens", "global_batch_size", *_RATE_KEYS)),
-    "router.set.global_batch_size=1",
+    *(f"expert.set.{word}" for word in TRAINING["bar_sft"][1:]),
+    *(f"expert.stages.mid.set.{word}" for word in TRAINING["bar_midtrain"][1:]),
+    "router.set.global_batch_size=4",
 ]
 """What conf/submit/bar.yaml asks for, beside the anchor."""
 PIPELINES = {
     "pipeline": ["math", "code"],
     "bar": ["math", "code", "experts.code.stages.mid=null", "anchor=a", *BAR],
-    "flexolmo": ["math", "code", "expert.set.global_batch_size=1", "router.set.global_batch_size=1"],
+    "flexolmo": ["math", "code", "expert.set.global_batch_size=4", "router.set.global_batch_size=4"],
 }
 REQUIRED = {
     **TRAINING,
