@@ -179,7 +179,9 @@ def main() -> None:
     config = make_config(options, ranks, hidden_size=512)
     with parallel_state(config.layout, seed=1):
         small = make_config(options, ranks, hidden_size=32)  # imports, and what is allocated once
-        save(small, two_steps(small, options.documents))
+        trainee = two_steps(small, options.documents)
+        if options.save:
+            save(small, trainee)
         planned, measured = measure(config, ranks, documents=options.documents, saves=options.save)
         if torch.distributed.get_rank() == 0:
             print(f"{planned / 2**20:.0f} {measured / 2**20:.0f} {planned / measured:.3f}")
