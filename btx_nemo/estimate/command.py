@@ -36,6 +36,7 @@ def plan(
     recompute: str | None,
     recompute_modules: tuple[str, ...],
     flash: bool,
+    documents: bool,
     memory_gib: float | None,
 ) -> None:
     """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError.
@@ -52,7 +53,12 @@ def plan(
         "global_batch_size": global_batch_size,
     }
     _check_sizes({"gpus": ranks, **sizes}, memory_gib)
-    rest: dict[str, Any] = {"precision": precision, "flash": flash, "recompute_modules": recompute_modules}
+    rest: dict[str, Any] = {
+        "precision": precision,
+        "flash": flash,
+        "documents": documents,
+        "recompute_modules": recompute_modules,
+    }
     console = Console()
     if memory_gib is not None:
         setups = candidates(model, ranks, given=given, **sizes, **rest)
@@ -61,6 +67,8 @@ def plan(
         return
     setup = setup_of(model, layout, ranks, recompute=recompute or "none", **sizes, **rest)
     console.print(_stages(model, setup))
+    saving = max(memory(model, setup, stage).saving for stage in range(layout.pp))
+    console.print(f"a save takes {human_bytes(saving)} more, of the host, at most")
     console.print(_sent(communication(model, setup)))
     tokens = global_batch_size * seq_length
     console.print(f"{flops(model, seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")
