@@ -154,6 +154,14 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """An average of the weights that train, beside them; `export in=RUN ema=true` takes it out."""
+
+    decay: float = 0.0
+    """Weight of a step's weights relative to the next step's, e.g. 0.999; 0 for no average."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RobustConfig:
     """What a run does when something goes wrong; docs/running.md."""
 
@@ -225,6 +233,8 @@ class TrainConfig:
     """Sequences per optimizer step, over all ranks."""
     optim: OptimConfig
     """Optimizer and schedule."""
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    """Average of the weights."""
     moe: MoEOverride = field(default_factory=MoEOverride)
     """Another routing rule for the mixture that is loaded."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -251,7 +261,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     """Trackers."""
     export: bool = False
-    """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well."""
+    """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well, and its averages in `out`/hf-ema."""
     seed: int = 1234
     """Seed of fresh weights, data order and dropout."""
 

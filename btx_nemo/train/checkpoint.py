@@ -74,6 +74,8 @@ def state_of(trainee: Trainee, progress: dict[str, Any], *, optimizer: bool, loa
     if optimizer:
         parts = sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata)
         state["optimizer_parts"] = parts
+    if trainee.average is not None:
+        state["averages"] = trainee.average.sharded_state(model, loading=loading)
     return state
 
 
@@ -122,6 +124,8 @@ def load_checkpoint(folder: Path, trainee: Trainee, *, steps: int, verify: bool)
     trainee.scheduler.load_state_dict(state["scheduler"])
     if optimizer:
         load_optimizer_state(trainee.optimizer, state["optimizer_parts"], steps=trainee.scheduler.num_steps)
+    if trainee.average is not None:
+        trainee.average.load(state["averages"])
     return int(state["progress"]["step"]), state["progress"].get("watched", {})
 
 

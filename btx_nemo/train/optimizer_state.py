@@ -24,49 +24,47 @@ def sharded_optimizer_state(
 
     `model_state` is the model's sharded state dict, whose tensors are the parameters themselves.
     """
-    for part in _parts(optimizer):
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+    for part in optimizers(optimizer):
         _allocate(part)
     # By number and not as a list: ranks differ in how many they have, and Megatron merges no lists of other lengths.
     state: dict[Any, Any] = {
         number: part.sharded_param_state_fully_reshardable(model_state, is_loading=loading, metadata=metadata)
-        for number, part in enumerate(_parts(optimizer))
+        for number, part in enumerate(optimizers(optimizer))
     }
     scale = _loss_scale_state(optimizer)
-    return {**state, "frozen": _of_frozen_experts(optimizer, model_state), **({"loss_scale": scale} if scale else {})}
+    frozen = [
+        make_sharded_optimizer_tensor(
+            piece, torch.zeros_like(piece.data, dtype=torch.float32), f"optimizer.state.{key}"
+        )
+        for piece in of_frozen_experts(optimizer, model_state)
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    ]
+    return {**state, "frozen": dict(enumerate(frozen)), **({"loss_scale": scale} if scale else {})}
 
 
-def _of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> dict[int, Any]:
-    """Zeros in the place of frozen experts where others of their layer train. Collective.
+def of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> list[Any]:
+    """What `model_state` has of frozen experts, on this rank, where others of their layer train. Collective.
 
     A checkpoint has a layer's experts as one tensor, of which no part may be missing.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-    in_optimizer = {id(p) for part in _parts(optimizer) for buffer in part.buffers for p in buffer.param_index_map}
+    in_optimizer = {id(p) for part in optimizers(optimizer) for buffer in part.buffers for p in buffer.param_index_map}
     pieces = [v for v in nested_values(model_state) if isinstance(v, (ShardedTensor, ShardedTensorFactory))]
     trained: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(trained, {piece.key for piece in pieces if id(piece.data) in in_optimizer})
     keys = set().union(*trained)
-    frozen = [
-        p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad
-    ]
-    states = [
-        make_sharded_optimizer_tensor(
-            piece, torch.zeros_like(piece.data, dtype=torch.float32), f"optimizer.state.{key}"
-        )
-        for piece in frozen
-        for key in ("param", "exp_avg", "exp_avg_sq")
-    ]
-    return dict(enumerate(states))
+    return [p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad]
 
 
 def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) -> None:
     """Takes what `sharded_optimizer_state` described and a checkpoint filled; `steps` is the number of steps taken."""
     for scaler in _scalers(optimizer):
         _set_loss_scale(scaler, states["loss_scale"])
-    for number, part in enumerate(_parts(optimizer)):
+    for number, part in enumerate(optimizers(optimizer)):
         if not any(buffer.param_index_map for buffer in part.buffers):
             continue  # nothing of it trains on this rank; Megatron's checkpoints keep no empty tables
         moments = list(_torch_moments(part))
@@ -123,9 +121,30 @@ def _all_parts(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def optimizers(optimizer: Any) -> list[Any]:
     """The distributed optimizers of this rank: one, one more for spread experts, none where all is frozen."""
     return [part for part in _all_parts(optimizer) if getattr(part, "optimizer", None) is not None]
+
+
+def owned(part: Any) -> Iterator[tuple[int, torch.nn.Parameter, slice]]:
+    """Each parameter that this rank updates: its number in the part, and which of its elements are this rank's."""
+    parameters = (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
+    ranges = {
+        parameter: where["param"]
+        for of_buffer in part.gbuf_ranges
+        for buckets in of_buffer.values()
+        for bucket in buckets
+        for parameter, where in bucket["param_map"].items()
+    }
+    for number, parameter in enumerate(parameters):
+        if parameter in ranges:
+            yield number, parameter, slice(ranges[parameter].start, ranges[parameter].end)
+
+
+def main_weight(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The fp32 weights that AdamW updates, flat: what `owned` says of the parameter."""
+    group, order = part.model_param_group_index_map[parameter]
+    return part.optimizer.param_groups[group]["params"][order]
 
 
 def _allocate(part: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from btx_nemo.config.schema import (
     DataConfig,
+    EmaConfig,
     LayoutConfig,
     LossScaleConfig,
     MoEOverride,
@@ -20,7 +21,7 @@ from btx_nemo.config.schema import (
 )
 
 OWN = ("freeze", "train", "precision", "steps", "recompute", "recompute_modules")
-SECTIONS = {"router": RouterConfig, "moe": MoEOverride, "loss_scale": LossScaleConfig}
+SECTIONS = {"ema": EmaConfig, "router": RouterConfig, "moe": MoEOverride, "loss_scale": LossScaleConfig}
 
 
 def config(model: str, layout: dict[str, int], options: dict[str, Any]) -> TrainConfig:
