@@ -87,6 +87,8 @@ class OptimConfig:
     """AdamW's epsilon."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 for no clipping."""
+    offload: float = 0.0
+    """Fraction of the main weights and moments that is kept, and updated, in the host's memory; docs/running.md."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,11 @@ the layer below it, in which a key is a parameter's name in the whole model and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def sharded_optimizer_state(
@@ -60,22 +58,22 @@ def of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> list[Any]:
     return [p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad]
 
 
+@torch.no_grad()
 def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) -> None:
     """Takes what `sharded_optimizer_state` described and a checkpoint filled; `steps` is the number of steps taken."""
     for scaler in _scalers(optimizer):
         _set_loss_scale(scaler, states["loss_scale"])
     for number, part in enumerate(optimizers(optimizer)):
-        if not any(buffer.param_index_map for buffer in part.buffers):
-            continue  # nothing of it trains on this rank; Megatron's checkpoints keep no empty tables
-        moments = list(_torch_moments(part))
-        for moment in moments:  # Megatron looks for a tensor for every entry, and has none for the step counter
-            del moment["step"]
-        part.load_parameter_state_from_fully_reshardable(states[number])
-        for moment in moments:
-            moment["step"] = torch.tensor(float(steps))
-        if not moments:  # Apex and Transformer Engine count in the group
-            for group in part.optimizer.param_groups:
-                group["step"] = steps
+        for index, parameter, where in owned(part):
+            here = part._get_main_param_and_optimizer_states(parameter)
+            for key, whole in states[number][index].items():
+                here[key].copy_(whole.flatten()[where])
+        for inner in _inner(part):
+            for group in inner.param_groups:
+                if not _counts_by_weight(inner):
+                    group["step"] = steps
+                for weight in group["params"] if _counts_by_weight(inner) else ():
+                    inner.state[weight]["step"].fill_(steps)
 
 
 def agree_on_loss_scale(optimizer: Any) -> None:
@@ -128,35 +126,55 @@ def optimizers(optimizer: Any) -> list[Any]:
 
 def owned(part: Any) -> Iterator[tuple[int, torch.nn.Parameter, slice]]:
     """Each parameter that this rank updates: its number in the part, and which of its elements are this rank's."""
-    parameters = (parameter for buffer in part.buffers for parameter in buffer.param_index_map)
-    ranges = {
-        parameter: where["param"]
-        for of_buffer in part.gbuf_ranges
-        for buckets in of_buffer.values()
-        for bucket in buckets
-        for parameter, where in bucket["param_map"].items()
-    }
-    for number, parameter in enumerate(parameters):
-        if parameter in ranges:
-            yield number, parameter, slice(ranges[parameter].start, ranges[parameter].end)
+    for number, parameter in enumerate(p for buffer in part.buffers for p in buffer.param_index_map):
+        if parameter in part.model_param_group_index_map:
+            where = part._get_model_param_range_map(parameter)["param"]
+            yield number, parameter, slice(where.start, where.end)
 
 
 def main_weight(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
     """The fp32 weights that AdamW updates, flat: what `owned` says of the parameter."""
     group, order = part.model_param_group_index_map[parameter]
-    return part.optimizer.param_groups[group]["params"][order]
+    mine = part.optimizer.param_groups[group]["params"][order]
+    return part.optimizer.param_to_inner_param[mine] if is_offloaded(part) else mine
+
+
+def is_offloaded(part: Any) -> bool:
+    """Whether it is Megatron's HybridDeviceOptimizer, which has a part of its weights and moments on the host."""
+    return hasattr(part.optimizer, "sub_optimizers")
+
+
+@torch.no_grad()
+def take_up(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Lets an offloaded optimizer go on from fp32 weights that changed outside of it; others hold these themselves."""
+    for part in filter(is_offloaded, optimizers(optimizer)):
+        for parameter in parameters:
+            if parameter in part.model_param_group_index_map:
+                where = part._get_model_param_range_map(parameter)["param"]
+                main_weight(part, parameter).copy_(parameter.flatten()[where.start : where.end])
+
+
+def _inner(part: Any) -> list[Any]:
+    """Those that take the steps: on the host and on the device, or the only one."""
+    return part.optimizer.sub_optimizers if is_offloaded(part) else [part.optimizer]
 
 
 def _allocate(part: Any) -> None:
     """What AdamW does at its first step: an optimizer that took none has nothing to save, nor a place to load to."""
-    part.init_state_fn(part.optimizer, part.config)
-    for moment in _torch_moments(part):
-        moment.setdefault("step", torch.tensor(0.0))
+    for inner in _inner(part):
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                state = inner.state[weight]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(weight.data))
+                if _counts_by_weight(inner):
+                    where = weight.device if group.get("fused") else "cpu"
+                    state.setdefault("step", torch.zeros((), device=where))
+    if is_offloaded(part):
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def _torch_moments(part: Any) -> Iterator[dict[str, Any]]:
-    """State of each parameter in torch's AdamW, which Megatron uses where Apex and Transformer Engine are absent."""
-    if isinstance(part.optimizer, _TORCH_ADAM):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield part.optimizer.state[parameter]
+def _counts_by_weight(inner: Any) -> bool:
+    """Whether it is torch's AdamW, which Megatron takes where Apex and Transformer Engine are absent, and on the host:
+    it counts steps by the weight, and not by the group."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))

@@ -37,7 +37,7 @@ from btx_nemo.train.watch import check_robust
 
 MAY_CHANGE = (*NO_EFFECT, "out")
 """Keys that a resumed run may change."""
-KERNEL_KEYS = tuple(f"moe.{key}" for key in KERNELS)
+KERNEL_KEYS = (*(f"moe.{key}" for key in KERNELS), "optim.offload")
 """So are these."""
 
 

@@ -20,7 +20,7 @@ from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
 from btx_nemo.train.average import Average
-from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least
+from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least, take_up
 from btx_nemo.train.routing import routers
 
 
@@ -212,6 +212,7 @@ def train_step(
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):
             router.after_step()
+        take_up(trainee.optimizer, (p for router in routers(trainee.gpt) for p in router.parameters()))
         if trainee.average is not None:
             trainee.average.update(trainee.scheduler.num_steps)
     return StepResult(
