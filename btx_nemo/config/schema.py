@@ -151,6 +151,9 @@ class CheckpointConfig:
     optimizer: bool = True
     """Whether the last checkpoint of the run has the optimizer's state as well; false: its weights alone. All before it
     have both, as a run resumes from them."""
+    gather_on_first: bool = False
+    """Put the optimizer's state together on the first data-parallel rank alone, over gloo, and not on all of them: the
+    others need no memory for it while a checkpoint is saved, which is the same to the byte, but can take longer."""
     verify: bool = False
     """Compare every file with its checksum before a run resumes from it; sizes are compared always."""
 

@@ -298,3 +298,14 @@ def trained(model: str, layout: dict[str, int], options: dict[str, Any], count: 
                     state[f"{names[parameter]} {key}"] = found[key].detach().clone()
         parameters = {name: value.detach().clone() for name, value in global_names(subject.gpt).items()}
         return {"parameters": parameters, "state": state, "total": total, "on_host": on_host}
+
+
+def optimizer_state_to_save(model: str, layout: dict[str, int], gather_on_first: bool) -> int:
+    """Bytes of the optimizer's state that this rank holds while a checkpoint is saved."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    from btx_nemo.train.checkpoint import state_of
+
+    with trainee(model, layout, {}) as subject:
+        state = state_of(subject, {}, optimizer=True, loading=False, gather_on_first=gather_on_first)
+        return sum(getattr(value, "data", torch.empty(0)).nbytes for value in nested_values(state["optimizer_parts"]))
