@@ -1,6 +1,6 @@
 """What `btx-nemo plan` says of a layout's memory beside what the ranks of this machine hold while they train.
 
-    torchrun --nproc-per-node 4 scripts/check_plan.py --tp 2 --ep 2 [--moe] [--precision bf16] [--recompute full]
+    torchrun --nproc-per-node 4 scripts/check_plan.py --tp 2 --ep 2 [--moe] [--precision bf16] [--recompute full] ...
 
 Every rank builds a model of 20 to 60 million parameters, takes two steps on random tokens, and reports the peak of its
 memory above what it held before: the process's own on a CPU, the allocator's on a GPU. The first rank prints, for the
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from btx_nemo.config.schema import DataConfig, LayoutConfig, OptimConfig, TrainConfig
+from btx_nemo.config.schema import DataConfig, EmaConfig, LayoutConfig, OptimConfig, TrainConfig
 from btx_nemo.estimate.arguments import AXES
 from btx_nemo.estimate.memory import Setup, memory
 from btx_nemo.families.config import ModelConfig, MoEConfig
@@ -73,7 +73,8 @@ def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> Tr
         steps=10,
         micro_batch_size=4,
         global_batch_size=4 * microbatches * layout.dp(ranks),
-        optim=OptimConfig(lr=1e-3, warmup_steps=1),
+        optim=OptimConfig(lr=1e-3, warmup_steps=1, offload=options.offload),
+        ema=EmaConfig(decay=0.9 if options.ema else 0.0),
     )
 
 
@@ -127,8 +128,11 @@ def measure(config: TrainConfig, ranks: int) -> tuple[float, float]:
         recompute=config.recompute,
         recompute_modules=tuple(config.recompute_modules),
         flash=on_gpu,
+        ema=config.ema.decay > 0,
+        offload=config.optim.offload,
     )
-    planned = memory(config.model, setup, mpu.get_pipeline_model_parallel_rank()).total
+    found = memory(config.model, setup, mpu.get_pipeline_model_parallel_rank())
+    planned = found.total + (0 if on_gpu else found.host)
     mine = torch.tensor([planned, peak - before], dtype=torch.float64, device=device())
     every = [torch.empty_like(mine) for _ in range(ranks)]
     torch.distributed.all_gather(every, mine)
@@ -147,6 +151,8 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--recompute-modules", nargs="+", default=["core_attn"])
+    parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--offload", type=float, default=0.0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     give_memory_back()

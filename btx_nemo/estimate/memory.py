@@ -50,6 +50,10 @@ class Setup:
     flash: bool = True
     """Attention that keeps no probabilities (Transformer Engine on a GPU); Megatron's local layers keep them."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    ema: bool = False
+    """Whether an average of the weights is kept."""
+    offload: float = 0.0
+    """Fraction of the optimizer, and of the average, that is in the host's memory."""
 
     @property
     def dp(self) -> int:
@@ -92,10 +96,12 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    host: int = 0
+    """In the host's memory, for the optimizer; not in the total."""
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes of the device."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -165,14 +171,17 @@ def memory(model: ModelConfig, setup: Setup, stage: int) -> Memory:
     size, found = ITEMSIZE[setup.precision], on_rank(model, setup.layout, stage)
     count = sum(astuple(found))
     weights = size * count + (FP32 - size) * found.router
-    # AdamW's two moments, and the main weights of what is narrower.
-    dense = 2 * FP32 * (count - found.expert)
-    expert = 2 * FP32 * found.expert
-    if size < FP32:
-        dense, expert = dense + FP32 * (found.cut + found.whole), expert + FP32 * found.expert
-    optimizer = dense // setup.dense_dp + expert // setup.expert_dp
+    # AdamW's two moments, the average, and the main weights of what is narrower.
+    mine = (2 + setup.ema) * FP32
+    main = FP32 if size < FP32 else 0
+    dense = (mine + main) * (found.cut + found.whole) + mine * found.router
+    optimizer = dense // setup.dense_dp + (mine + main) * found.expert // setup.expert_dp
+    # What is offloaded has its weights and gradients there in any case.
+    held = (count - found.expert) // setup.dense_dp + found.expert // setup.expert_dp
+    host = int(setup.offload * (mine + 2 * FP32) * held)
+    optimizer = int((1 - setup.offload) * optimizer)
     gradients = FP32 * count  # reduced in fp32
-    return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage))
+    return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage), host)
 
 
 def experts_per_token(model: ModelConfig, layer: int) -> float:
