@@ -17,7 +17,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [n for n in os.environ if n.startswith(("SLURM_", "SBATCH_", "BTX_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("BTX_CLI", str(FAKE))
-    monkeypatch.setattr(slurm, "has_slurm", lambda: False)
+    monkeypatch.setattr(slurm, "absent", lambda: "no Slurm")
     folder = tmp_path / "my runs"
     (folder / "seed").mkdir(parents=True)
     (folder / "seed" / "config.json").write_text("{}")
@@ -65,5 +65,5 @@ def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
         (folder / "bin" / name).symlink_to(Path(__file__).with_name("fake_slurm.py"))
     monkeypatch.setenv("FAKE_SLURM", str(folder))
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "absent", lambda: "")
     return Queue(folder)

@@ -57,7 +57,7 @@ def pipeline(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "8": slurm.Live("PENDING", "", "1:00", "Dependency"),
         "9": slurm.Live("CANCELLED", "", "1:00", "Dependency"),
     }
-    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "absent", lambda: "")
     monkeypatch.setattr(slurm, "named", lambda names: [])
     monkeypatch.setattr(slurm, "jobs", lambda ids: {job: live[job] for job in ids if job in live})
     return runs

@@ -48,7 +48,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
 def test_printed_scripts_are_the_golden_ones(
     name: str, runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "absent", lambda: "")
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
     config = "pipeline_tiny" if name == "tiny" else "pipeline"
     monkeypatch.setattr(slurm, "named", lambda names: [])
@@ -340,7 +340,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **programs: str) -> P
         (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{calls}"\n{text}\n')
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setattr(slurm, "has_slurm", lambda: True)
+    monkeypatch.setattr(slurm, "absent", lambda: "")
     return calls
 
 
