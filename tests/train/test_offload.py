@@ -30,16 +30,9 @@ FROZEN_ROWS = {"router": {"frozen_rows": [0, 2]}, "decay_routers": True, "weight
         pytest.param({"ep": 2}, 2, {"precision": "bf16", "offload": 0.5}, id="ep2-bf16-half"),
         pytest.param({"ep": 2}, 2, {"precision": "bf16", "offload": 1.0}, id="ep2-bf16-all"),
         pytest.param({}, 2, {"precision": "fp32", "offload": 0.3}, id="dp2-fp32-third"),
-        pytest.param(
-            {"tp": 2}, 2, {"precision": "fp16", "offload": 0.6, "loss_scale": {"initial": 64.0}}, id="tp2-fp16"
-        ),
+        pytest.param({"tp": 2}, 2, {"precision": "fp16", "offload": 0.6, **SCALED}, id="tp2-fp16"),
         pytest.param({}, 1, {"offload": 1.0, "train": ["*.mlp.router.*"]}, id="routers"),
-        pytest.param(
-            {},
-            1,
-            {"precision": "bf16", "offload": 0.9, "router": {"frozen_rows": [0, 2]}, "weight_decay": 0.5},
-            id="rows",
-        ),
+        pytest.param({}, 1, {"offload": 1.0, **FROZEN_ROWS}, id="rows"),
     ],
 )
 def test_it_trains_as_without(
