@@ -5,7 +5,9 @@
 # Environment (all optional; nothing in it is ever evaluated):
 #   BTX_RUNS         folder of all runs                        (runs/ in the current directory)
 #   BTX_SEED         the seed: a HF folder, or a run with hf/  ($BTX_RUNS/seed)
-#   BTX_DATA         prepared data                             ($BTX_RUNS/data)
+#   BTX_ANCHOR       the seed of mixes, and of pairs           ($BTX_SEED)
+#   BTX_DATA         prepared text                             ($BTX_RUNS/data)
+#   BTX_CHATS        prepared conversations                    ($BTX_RUNS/chats)
 #   BTX_PYTHON       interpreter        (.venv/bin/python beside slurm/ if it is there, else python3; in a container python3)
 #   BTX_NPROC        ranks per node     (the GPUs of the node, 1 where there are none)
 #   BTX_CLI          one executable in place of `python -m btx_nemo`, started once per node; it starts its own ranks
@@ -14,7 +16,7 @@
 #   BTX_REQUEUE_ON_FAILURE=1  requeue after a crash too, not only before the time limit
 #   BTX_CONTAINER    image that the work runs in: what pyxis takes (docker://..., .sqsh), or a .sif for Apptainer
 #   BTX_CONTAINER_RUNTIME     pyxis or apptainer               (by the image's name)
-#   BTX_CONTAINER_MOUNTS      further mounts, SRC:DST,...      (runs, data, seed and these scripts are mounted always)
+#   BTX_CONTAINER_MOUNTS      further mounts, SRC:DST,...      (runs, data, models and these scripts are mounted always)
 #
 # Every script takes words (domains, a run), then --config-name=NAME, --config-path=DIR and KEY=VALUE for the command.
 
@@ -52,11 +54,13 @@ btx_setup() { # slurm-dir stage
   RUNS=${BTX_RUNS:-runs}
   { mkdir -p -- "$RUNS/state" && RUNS=$(cd -- "$RUNS" && pwd); } 2>/dev/null ||
     btx_die 2 "BTX_RUNS: ${RUNS@Q} cannot be made or entered; set BTX_RUNS to a folder where you may write"
-  BTX_DATA=$(realpath -sm -- "${BTX_DATA:-$RUNS/data}") BTX_SEED=$(realpath -sm -- "${BTX_SEED:-$RUNS/seed}")
-  export BTX_RUNS=$RUNS BTX_DATA BTX_SEED PYTHONUNBUFFERED=1
-  if [[ ! -f $BTX_SEED/config.json && -f $BTX_SEED/hf/config.json ]]; then BTX_SEED=$BTX_SEED/hf; fi
+  BTX_DATA=$(realpath -sm -- "${BTX_DATA:-$RUNS/data}") BTX_CHATS=$(realpath -sm -- "${BTX_CHATS:-$RUNS/chats}")
+  BTX_SEED=$(btx_exported "$(realpath -sm -- "${BTX_SEED:-$RUNS/seed}")")
+  BTX_ANCHOR=$(btx_exported "$(realpath -sm -- "${BTX_ANCHOR:-$BTX_SEED}")")
+  export BTX_RUNS=$RUNS BTX_DATA BTX_CHATS BTX_SEED BTX_ANCHOR PYTHONUNBUFFERED=1
   btx_check_path BTX_RUNS "$RUNS"
   btx_check_path BTX_SEED "$BTX_SEED"
+  btx_check_path BTX_ANCHOR "$BTX_ANCHOR"
   MAX_RESTARTS=$(btx_integer BTX_MAX_RESTARTS "${BTX_MAX_RESTARTS:-10}")
   RESTARTS=$(btx_integer SLURM_RESTART_COUNT "${SLURM_RESTART_COUNT:-0}")
   IN_SLURM=0
@@ -88,14 +92,22 @@ btx_setup() { # slurm-dir stage
   btx_launcher
 }
 
+btx_exported() { # folder: the Hugging Face folder of a run, where it has one
+  if [[ ! -f $1/config.json && -f $1/hf/config.json ]]; then printf '%s/hf' "$1"; else printf '%s' "$1"; fi
+}
+btx_finished() { # model: a run that is not finished has checkpoints, too
+  [[ ! -e $1/resolved.yaml || -e $1/DONE ]] ||
+    btx_die 2 "$1/DONE is missing: that training is not finished; let it end first, or name a checkpoint of it"
+}
+
 btx_container() { # home: sets IMAGE, options of srun for pyxis, and INSIDE, a command before the command for Apptainer
   local image=${BTX_CONTAINER:-} folder mounts="" runtime=pyxis program
   IMAGE=() INSIDE=()
   [[ -n $image ]] || return 0
   if [[ $image == *.sif ]]; then runtime=apptainer; fi
   runtime=${BTX_CONTAINER_RUNTIME:-$runtime}
-  for folder in "$1" "$RUNS" "$BTX_DATA" "$BTX_SEED"; do
-    [[ -e $folder ]] || continue
+  for folder in "$1" "$RUNS" "$BTX_DATA" "$BTX_CHATS" "$BTX_SEED" "$BTX_ANCHOR"; do
+    [[ -e $folder && ",$mounts," != *",$folder:$folder,"* ]] || continue
     [[ $folder != *[,:]* ]] || btx_die 2 "${folder@Q}: has a comma or a colon in it, and so cannot be mounted; use another folder"
     mounts+=${mounts:+,}$folder:$folder
   done

@@ -10,6 +10,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.out
 # demo_data.sh: three small domains of real text and their tokenizer, into $BTX_DATA. Nothing is downloaded.
+# demo_data.sh chats: conversations made of that text, into $BTX_CHATS.
 #   bash slurm/demo_data.sh
 set -euo pipefail
 
@@ -29,10 +30,16 @@ fi
 source "$here/common.sh"
 
 btx_arguments "" "$@"
-(($# == 0)) || btx_die 2 "${1@Q}: this script takes no arguments; the folder is BTX_DATA"
-btx_setup "$here" data
+(($# == 0)) || [[ $* == chats ]] || btx_die 2 "${1@Q}: this script takes nothing but chats; the folders are BTX_DATA and BTX_CHATS"
+btx_setup "$here" "${1-data}"
 
-btx_begin "$BTX_DATA" "$BTX_DATA"
+out=$BTX_DATA
+if (($#)); then out=$BTX_CHATS; fi
+btx_begin "$out" "$out"
 rc=0
-btx_one prepare-data --demo --out "$BTX_DATA" || rc=$?
-btx_finish "$rc" "$BTX_DATA"
+if (($#)); then
+  btx_one prepare-data "$BTX_DATA" --demo --chat --out "$out" || rc=$?
+else
+  btx_one prepare-data --demo --out "$out" || rc=$?
+fi
+btx_finish "$rc" "$out"

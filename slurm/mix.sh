@@ -10,7 +10,8 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x_%j.out
 # mix.sh <domain>... [--allow-missing] [--config-name=RECIPE] [overrides...]: assembles the finished experts and the
-# seed into $BTX_RUNS/mix, a Hugging Face folder. The recipe is conf/mix/btx.yaml.
+# seed into $BTX_RUNS/mix. The recipe is conf/mix/btx.yaml. Experts are read from their hf/, or else as they trained.
+# For recipes that merge pairs the seed is the anchor: $BTX_ANCHOR.
 #   sbatch slurm/mix.sh math code prose top_k=2
 #   bash slurm/mix.sh math code prose
 # It waits for nothing: an expert without its DONE is an error, or with --allow-missing left out, which manifest.json
@@ -44,7 +45,7 @@ btx_setup "$here" mix
 btx_config btx
 
 # Slurm takes `afterok` on a job it no longer knows as satisfied: only the experts' own files count.
-mix=$RUNS/mix sources=() inputs=("seed=$BTX_SEED") missing=""
+mix=$RUNS/mix sources=() inputs=("seed=$BTX_ANCHOR") missing=""
 for domain in "${WORDS[@]}"; do
   run=$RUNS/expert-$domain
   if ((ALLOW_MISSING)) && [[ ! -e $run/DONE ]]; then
@@ -53,17 +54,18 @@ for domain in "${WORDS[@]}"; do
     continue
   fi
   [[ -e $run/DONE ]] || btx_die 2 "$run/DONE is missing: expert $domain is not finished; run train_expert.sh $domain first"
-  [[ -d $run/hf ]] || btx_die 2 "$run/hf is missing: expert $domain was not exported; run btx-nemo export in=$run out=$run/hf"
-  sources+=("$(btx_setting "experts.$domain" "$run/hf")")
-  inputs+=("expert-$domain=$run/hf")
+  if [[ -d $run/hf ]]; then run=$run/hf; fi
+  sources+=("$(btx_setting "experts.$domain" "$run")")
+  inputs+=("expert-$domain=$run")
 done
 ((${#sources[@]})) || btx_die 2 "no expert is finished; run train_expert.sh first"
-[[ -d $BTX_SEED ]] || btx_die 2 "the seed $BTX_SEED is not a folder; set BTX_SEED to the seed's Hugging Face folder"
+[[ -d $BTX_ANCHOR ]] || btx_die 2 "the seed $BTX_ANCHOR is not a folder; set BTX_SEED (or for pairs BTX_ANCHOR) to the model's folder"
+btx_finished "$BTX_ANCHOR"
 
 btx_begin "$mix" "$mix" "${inputs[@]}" # `mix` renames the folder into place when it is whole
 btx_log "mix of ${#sources[@]} expert(s) into $mix"
 rc=0
-settings=("$(btx_setting seed "$BTX_SEED")" "${sources[@]}" "$(btx_setting out "$mix")")
+settings=("$(btx_setting seed "$BTX_ANCHOR")" "${sources[@]}" "$(btx_setting out "$mix")")
 if [[ -n $missing ]]; then settings+=("missing=[$missing]"); fi
 btx_one mix "${CONFIG[@]}" "${settings[@]}" "${OVERRIDES[@]}" || rc=$?
 btx_finish "$rc" "$mix"

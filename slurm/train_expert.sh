@@ -36,7 +36,7 @@ fi
 # shellcheck source=slurm/common.sh
 source "$here/common.sh"
 
-btx_arguments "domain out export" "$@"
+btx_arguments "domain out" "$@"
 ((${#WORDS[@]})) || btx_die 2 "no domain; usage: train_expert.sh <domain> [--config-name=NAME] [overrides...]"
 for word in "${WORDS[@]}"; do btx_check_expert "$word"; done
 index=0
@@ -52,6 +52,7 @@ btx_config expert
 
 out=$RUNS/expert-$expert
 from=$(btx_override init_from)
+btx_finished "${from:-$BTX_SEED}"
 btx_begin "$out" "$out/DONE" "from=${from:-$BTX_SEED}"
 btx_log "expert $expert into $out"
 rc=0

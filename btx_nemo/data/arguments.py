@@ -8,6 +8,8 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 
+_DEMO = "build the demo's three domains and tokenizer; no inputs. With --chat: conversations of the text in its folder"
+
 
 def add_prepare_data(command: Callable) -> None:
     """Adds the command."""
@@ -26,10 +28,17 @@ def add_prepare_data(command: Callable) -> None:
     eod.add_argument("--eod-token", help="token that ends a document (default: the tokenizer's end of sequence)")
     eod.add_argument("--no-eod", action="store_true", help="end documents with no token")
     sub.add_argument("--overwrite", action="store_true", help="replace what is there: the domain, or with --demo OUT")
-    sub.add_argument("--demo", action="store_true", help="build the demo's three domains and tokenizer; no inputs")
+    sub.add_argument("--demo", action="store_true", help=_DEMO)
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    if arguments.demo and arguments.chat:
+        from btx_nemo.data.demo_chats import build_demo_chats
+
+        if len(arguments.inputs) != 1 or arguments.overwrite:
+            raise UserError("--demo --chat: give the folder that prepare-data --demo made, a new --out, no --overwrite")
+        build_demo_chats(arguments.inputs[0], arguments.out, workers=arguments.workers)
+        return
     if arguments.demo:
         from btx_nemo.data.demo import build_demo_data
 

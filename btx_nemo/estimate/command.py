@@ -36,8 +36,9 @@ def plan(
     recompute: str | None,
     recompute_modules: tuple[str, ...],
     flash: bool,
-    ema: bool = False,
-    offload: float = 0.0,
+    documents: bool,
+    ema: bool,
+    offload: float,
     memory_gib: float | None,
 ) -> None:
     """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError.
@@ -56,8 +57,14 @@ def plan(
     _check_sizes({"gpus": ranks, **sizes}, memory_gib)
     if not 0 <= offload <= 1:
         raise UserError(f"--offload {offload:g}: must be a fraction between 0 and 1")
-    rest: dict[str, Any] = {"precision": precision, "flash": flash, "recompute_modules": recompute_modules}
-    rest |= {"ema": ema, "offload": offload}
+    rest: dict[str, Any] = {
+        "precision": precision,
+        "flash": flash,
+        "documents": documents,
+        "recompute_modules": recompute_modules,
+        "ema": ema,
+        "offload": offload,
+    }
     console = Console()
     if memory_gib is not None:
         setups = candidates(model, ranks, given=given, **sizes, **rest)
@@ -66,6 +73,8 @@ def plan(
         return
     setup = setup_of(model, layout, ranks, recompute=recompute or "none", **sizes, **rest)
     console.print(_stages(model, setup))
+    saving = max(memory(model, setup, stage).saving for stage in range(layout.pp))
+    console.print(f"a save takes {human_bytes(saving)} more, of the host, at most")
     console.print(_sent(communication(model, setup)))
     tokens = global_batch_size * seq_length
     console.print(f"{flops(model, seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")

@@ -28,7 +28,7 @@ def composed(stage: str, arguments: Sequence[str], given: Mapping[str, str]) -> 
     flags = dict(word.removeprefix("--").split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
     if "config-name" not in flags or os.environ.get("BTX_CLI"):
         return None
-    command = "mix" if stage == "mix" else "train"
+    command = "mix" if stage == "mix" or stage.startswith("pair-") else "train"
     own = ["out=out"]
     if stage.startswith("expert-"):
         own.append(f"domain='{stage.removeprefix('expert-').partition('.')[0]}'")

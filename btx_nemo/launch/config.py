@@ -29,10 +29,11 @@ class StageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig(StageConfig):
-    """One specialist; what it leaves open it takes from `expert`."""
+    """One specialist; what it leaves open it takes from `expert`, and a stage of its from the same stage there."""
 
-    stages: dict[str, StageConfig] = field(default_factory=dict)
-    """Trainings before the expert's own, each started from the one before, e.g. {mid: {config: bar_expert}}."""
+    stages: dict[str, StageConfig | None] = field(default_factory=dict)
+    """Trainings before the expert's own, each started from the one before, e.g. {mid: {config: bar_midtrain}}; null
+    leaves out one that `expert` has. What a stage leaves open it takes from `expert` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,25 @@ class PipelineConfig:
     """Folder of all runs, and of the pipeline's state."""
     seed: str | None = None
     """The model that the specialists start from; None: `runs`/seed."""
+    anchor: str | None = None
+    """The model that stands beside each expert in a pair, and is the seed of the mix; None: `runs`/anchor where there
+    is `anchor_training`, else the seed."""
     data: str | None = None
-    """Prepared data; None: `runs`/data."""
+    """Prepared text; None: `runs`/data."""
+    chats: str | None = None
+    """Prepared conversations; None: `runs`/chats."""
     demo_data: bool = False
     """Make the demo's three domains first."""
+    demo_chats: bool = False
+    """Make conversations of the demo's text first."""
     seed_training: StageConfig | None = None
     """Train a fresh seed first."""
-    expert: StageConfig = field(default_factory=StageConfig)
+    anchor_training: StageConfig | None = None
+    """Train the anchor, from the seed, first."""
+    pair: StageConfig | None = None
+    """Assembling, before the trainings of each expert, the two-expert model that they train: the anchor, and an expert
+    that starts from the seed; `config` is the recipe. None: they train the seed itself."""
+    expert: ExpertConfig = field(default_factory=ExpertConfig)
     """What all specialists share."""
     experts: dict[str, ExpertConfig] = field(default_factory=dict)
     """Specialists by domain, in the order that the mix has them."""

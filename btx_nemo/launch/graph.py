@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.domains import check_domain
-from btx_nemo.config.flat import flat
 from btx_nemo.errors import UserError
 from btx_nemo.launch.config import PipelineConfig, StageConfig
+from btx_nemo.launch.words import arguments, merged, options
 
 UNTIL = ("experts", "mix", "train", "export", "eval")
 TRAININGS = {"router": "train_router.sh", "joint": "train_mix.sh"}
-DEFAULTS = {
-    "train_seed.sh": "tiny_seed",
-    "train_expert.sh": "expert",
-    "mix.sh": "btx",
-    "train_router.sh": "router",
-    "train_mix.sh": "mix",
-}
-"""The configuration that each script takes when it is given none."""
 LONGEST = 150
 """Characters of a domain, and of a domain with a stage."""
+DATA = ("data", "chats")
+"""Stages that all trainings need, where the pipeline makes its data itself."""
 STAGE = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)
 
 
@@ -59,15 +51,24 @@ class Places:
 
     runs: Path
     seed: Path
+    anchor: Path
     data: Path
+    chats: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """By the names that the scripts know."""
+        return {f"BTX_{name.upper()}": str(folder) for name, folder in vars(self).items()}
 
 
 def places(config: PipelineConfig) -> Places:
     """The folders of a pipeline, absolute. Raises UserError for a name that the scripts could not pass on."""
-    runs = Path(config.runs).absolute()
-    found = Places(runs, Path(config.seed or runs / "seed").absolute(), Path(config.data or runs / "data").absolute())
-    for name in ("runs", "seed", "data"):
-        folder = getattr(found, name)
+    runs = Path(config.runs)
+    seed = config.seed or runs / "seed"
+    anchor = config.anchor or (runs / "anchor" if config.anchor_training else seed)
+    given = (runs, seed, anchor, config.data or runs / "data", config.chats or runs / "chats")
+    found = Places(*(Path(folder).absolute() for folder in given))
+    for name, folder in vars(found).items():
         if re.search(r"['\\\\$\n]", str(folder)):
             raise UserError(
                 f"{name}={str(folder)!r}: has a quote, a backslash, a dollar or a line break in it; use another folder"
@@ -82,8 +83,26 @@ def graph(config: PipelineConfig, *, allow_missing: bool = False) -> list[Job]:
     jobs = [*_roots(config, at), *_experts(config, at)]
     if config.until != "experts":
         jobs += _mixture(config, at, allow_missing)
-    known = {job.name for job in jobs}
-    return [dataclasses.replace(job, after=tuple(name for name in job.after if name in known)) for job in jobs]
+    return list(_linked(jobs))
+
+
+def _linked(jobs: Sequence[Job]) -> Iterator[Job]:
+    """The jobs, each after those of this graph that it names, and after those that make what it is made of.
+
+    Raises UserError for one that is made of itself or of what comes after it.
+    """
+    before: list[Job] = []
+    for number, job in enumerate(jobs):
+        sources = [path.absolute() for path in job.inputs.values()]
+        for other in jobs[number:]:
+            if any(path.is_relative_to(other.out) for path in sources):
+                raise UserError(
+                    f"{job.name}: starts from {other.out}, which {other.name} makes, not before it; name another"
+                )
+        makers = [one.name for one in before if any(path.is_relative_to(one.out) for path in sources)]
+        known = [name for name in job.after if any(name == one.name for one in before)]
+        before.append(dataclasses.replace(job, after=tuple(dict.fromkeys([*known, *makers]))))
+        yield before[-1]
 
 
 def _check(config: PipelineConfig) -> None:
@@ -91,24 +110,33 @@ def _check(config: PipelineConfig) -> None:
         raise UserError("no domain; name at least one, e.g. btx-nemo submit math code prose")
     for domain, expert in config.experts.items():
         check_domain(domain, f"domain {domain!r}")
-        for stage in expert.stages:
+        stages = {**config.expert.stages, **expert.stages}
+        for stage in stages:
             if not STAGE.fullmatch(stage):
                 raise UserError(
                     f"experts.{domain}.stages: {stage!r}: only a-z, 0-9, _ and - are allowed, a letter first; "
                     "rename the stage"
                 )
-        for name in (domain, *(f"{domain}.{stage}" for stage in expert.stages)):
+        for name in (domain, *(f"{domain}.{stage}" for stage in stages)):
             if len(name) > LONGEST:  # with what is put around it, it is the name of files
                 raise UserError(f"{name[:40]}...: {len(name)} characters; {LONGEST} are allowed, choose a shorter name")
+    if config.pair is None and (config.anchor or config.anchor_training):
+        raise UserError("an anchor stands beside the experts in pairs; give pair.config=two_expert, or no anchor")
+    if config.pair is not None and "anchor" in config.experts:
+        raise UserError("domain 'anchor': has another meaning in a pair; rename the domain")
     check_choice("until", config.until, UNTIL)
     if config.train not in (["joint"], ["router"], ["router", "joint"]):
         raise UserError(f"train={config.train}: must be [joint], [router] or [router,joint]")
     if config.export.config or config.eval.config or config.eval.set:
         raise UserError("export has no config, and eval neither config nor set; remove them")
-    if config.seed_training and config.seed:
-        raise UserError(f"seed={config.seed} and seed_training: give one of them")
-    if config.demo_data and config.data:
-        raise UserError(f"data={config.data} and demo_data: give one of them")
+    for name, made in (
+        ("seed", "seed_training"),
+        ("anchor", "anchor_training"),
+        ("data", "demo_data"),
+        ("chats", "demo_chats"),
+    ):
+        if getattr(config, name) and getattr(config, made):
+            raise UserError(f"{name}={getattr(config, name)} and {made}: give one of them")
     for name, value, least in (("max_restarts", config.max_restarts, 0), ("local_jobs", config.local_jobs, 1)):
         if value is not None and value < least:
             raise UserError(f"{name}={value}: must be {least} or more")
@@ -117,28 +145,57 @@ def _check(config: PipelineConfig) -> None:
 def _roots(config: PipelineConfig, at: Places) -> Iterator[Job]:
     if config.demo_data:
         yield Job(name="data", script="demo_data.sh", out=at.data, done=at.data)
+    if config.demo_chats:
+        yield Job(name="chats", script="demo_data.sh", args=("chats",), out=at.chats, done=at.chats, after=("data",))
     if config.seed_training:
         yield _training("seed", "train_seed.sh", (), config.seed_training, at, after=("data",))
+    if config.anchor_training:
+        inputs = {"from": _start(config.anchor_training, at.seed)}
+        after = (*DATA, "seed")
+        yield _training("anchor", "train_anchor.sh", (), config.anchor_training, at, inputs=inputs, after=after)
 
 
 def _experts(config: PipelineConfig, at: Places) -> Iterator[Job]:
     for domain, expert in config.experts.items():
-        whole = _merged(config.expert, expert)
-        start = at.seed
-        before: tuple[str, ...] = ("data", "seed")
-        for stage, own in expert.stages.items():
-            name = f"expert-{domain}.{stage}"
-            yield _expert(f"{domain}.{stage}", _merged(config.expert, own), at, start, before)
-            start, before = at.runs / name / "hf", (name,)
-        yield _expert(domain, whole, at, start, before)
+        start, before = at.seed, "seed"
+        if config.pair:
+            start, before = at.runs / f"pair-{domain}", f"pair-{domain}"
+            yield _pair(domain, config.pair, at)
+        for name in {**config.expert.stages, **expert.stages}:
+            shared, own = config.expert.stages.get(name), expert.stages.get(name, StageConfig())
+            if own is not None:
+                stage = merged(merged(config.expert, shared or StageConfig()), own)
+                yield _expert(f"{domain}.{name}", stage, at, start, before)
+                before = f"expert-{domain}.{name}"
+                start = at.runs / before
+        yield _expert(domain, merged(config.expert, expert), at, start, before)
 
 
-def _expert(words: str, stage: StageConfig, at: Places, start: Path, after: tuple[str, ...]) -> Job:
+def _pair(domain: str, stage: StageConfig, at: Places) -> Job:
+    out = at.runs / f"pair-{domain}"
+    return Job(
+        name=out.name,
+        script="pair.sh",
+        args=(domain, *arguments(stage, "pair.sh")),
+        options=options(stage),
+        out=out,
+        done=out,
+        inputs={"seed": at.anchor, f"expert-{domain}": at.seed},
+        after=("seed", "anchor"),
+    )
+
+
+def _expert(words: str, stage: StageConfig, at: Places, start: Path, before: str) -> Job:
     if start != at.seed and "init_from" not in stage.set:
         stage = dataclasses.replace(stage, set={**stage.set, "init_from": str(start)})
-    given = stage.set.get("init_from", start)
-    inputs = {"from": Path("null" if given is None else str(given))}
-    return _training(f"expert-{words}", "train_expert.sh", (words,), stage, at, inputs=inputs, after=after)
+    inputs = {"from": _start(stage, start)}
+    return _training(f"expert-{words}", "train_expert.sh", (words,), stage, at, inputs=inputs, after=(*DATA, before))
+
+
+def _start(stage: StageConfig, otherwise: Path) -> Path:
+    """What a training starts from."""
+    given = stage.set.get("init_from", otherwise)
+    return Path("null" if given is None else str(given))
 
 
 def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterator[Job]:
@@ -147,18 +204,18 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
     yield Job(
         name="mix",
         script="mix.sh",
-        args=(*config.experts, *(["--allow-missing"] if allow_missing else []), *_arguments(config.mix, "mix.sh")),
-        options=_options(config.mix),
+        args=(*config.experts, *(["--allow-missing"] if allow_missing else []), *arguments(config.mix, "mix.sh")),
+        options=options(config.mix),
         out=mix,
         done=mix,
-        inputs={"seed": at.seed} | {name: at.runs / name / "hf" for name in experts},
-        after=("data", "seed", *experts),
+        inputs={"seed": at.anchor} | {name: at.runs / name for name in experts},
+        after=(*DATA, "seed", "anchor", *experts),
     )
     last = "mix"
     for name in config.train if config.until != "mix" else ():
         words = (last,) if last != "mix" else ()
         stage = getattr(config, name)
-        yield _training(name, TRAININGS[name], words, stage, at, inputs={last: at.runs / last}, after=(last,))
+        yield _training(name, TRAININGS[name], words, stage, at, inputs={last: at.runs / last}, after=(*DATA, last))
         last = name
     words = (last,) if last != "joint" else ()
     export, evaluation = at.runs / "export", at.runs / "eval"
@@ -166,8 +223,8 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
         yield Job(
             name="export",
             script="export.sh",
-            args=(*words, *_arguments(config.export, "export.sh")),
-            options=_options(config.export),
+            args=(*words, *arguments(config.export, "export.sh")),
+            options=options(config.export),
             out=export,
             done=export,
             inputs={last: at.runs / last},
@@ -178,7 +235,7 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
             name="eval",
             script="eval.sh",
             args=words,
-            options=_options(config.eval),
+            options=options(config.eval),
             out=evaluation,
             done=evaluation / "DONE",
             inputs={last: at.runs / last, "export": export},
@@ -200,52 +257,10 @@ def _training(
     return Job(
         name=name,
         script=script,
-        args=(*words, *_arguments(stage, script)),
-        options=_options(stage),
+        args=(*words, *arguments(stage, script)),
+        options=options(stage),
         out=out,
         done=out / "DONE",
         inputs=inputs or {},
         after=after,
     )
-
-
-def _merged(shared: StageConfig, own: StageConfig) -> StageConfig:
-    """`own`, with what it leaves open from `shared`; settings one by one."""
-    fields = [field.name for field in dataclasses.fields(StageConfig)]
-    values = {name: getattr(own, name) for name in fields}
-    for name in fields:
-        if values[name] is None:
-            values[name] = getattr(shared, name)
-    values["set"] = {**flat(shared.set), **flat(own.set)}
-    values["sbatch"] = [*shared.sbatch, *own.sbatch]
-    return StageConfig(**values)
-
-
-def _options(stage: StageConfig) -> tuple[str, ...]:
-    gres = None if stage.gpus is None else f"gpu:{stage.gpus}" if stage.gpus else "none"
-    named = {"nodes": stage.nodes, "gres": gres, "time": stage.time}
-    return (*(f"--{name}={value}" for name, value in named.items() if value is not None), *stage.sbatch)
-
-
-def _arguments(stage: StageConfig, script: str) -> tuple[str, ...]:
-    config = stage.config or DEFAULTS.get(script)
-    flags = {"config-name": config, "config-path": stage.config_path and os.path.abspath(stage.config_path)}
-    return (
-        *(f"--{name}={value}" for name, value in flags.items() if value),
-        *(f"{key}={spell(value)}" for key, value in flat(stage.set).items()),
-    )
-
-
-def spell(value: Any) -> str:
-    """A value as Hydra's grammar reads it back."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(spell, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{spell(item)}' for key, item in value.items())}}}"
-    text = str(value)
-    simple = re.fullmatch(r"[A-Za-z/.][A-Za-z0-9_/.-]*", text) and text.lower() not in ("null", "true", "false")
-    if not isinstance(value, str) or (simple and text.lower() not in ("nan", "inf")):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

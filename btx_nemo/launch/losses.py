@@ -16,7 +16,7 @@ def losses(runs: Path, out: Path) -> None:
     found = {}
     for path in sorted(runs.glob("*/metrics.jsonl")):
         record = newest_record(path.parent, "valid")
-        if record is not None and re.fullmatch(r"seed|router|joint|expert-.*", path.parent.name):
+        if record is not None and re.fullmatch(r"seed|anchor|router|joint|expert-.*", path.parent.name):
             found[path.parent.name] = record["valid"]
     if not found:
         raise UserError(f"{runs}: no run has measured a validation loss")

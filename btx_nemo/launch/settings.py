@@ -12,9 +12,11 @@ from btx_nemo.errors import UserError
 from btx_nemo.launch.graph import Job
 from btx_nemo.mix.config import read_config
 
-READERS: dict[str, Callable[[dict[str, Any], str], object]] = {"train": read_train_config, "mix": read_config}
+READERS: dict[str, Callable[[dict[str, Any], str], Any]] = {"train": read_train_config, "mix": read_config}
 FOLDERS = {
     "train_seed.sh": "train",
+    "train_anchor.sh": "train",
+    "pair.sh": "mix",
     "train_expert.sh": "train",
     "mix.sh": "mix",
     "train_router.sh": "train",
@@ -23,7 +25,9 @@ FOLDERS = {
 """The folder of conf/ that each script's settings are in."""
 RESERVED = {
     "train_seed.sh": ("domain", "out", "export"),
-    "train_expert.sh": ("domain", "out", "export"),
+    "train_anchor.sh": ("out",),
+    "pair.sh": ("seed", "experts", "out", "missing"),
+    "train_expert.sh": ("domain", "out"),
     "mix.sh": ("seed", "experts", "out", "missing"),
     "train_router.sh": ("init_from", "out"),
     "train_mix.sh": ("init_from", "out"),
@@ -32,11 +36,11 @@ RESERVED = {
 """Keys that each script sets itself, and refuses."""
 
 
-def check_settings(jobs: Iterable[Job]) -> None:
+def check_settings(jobs: Iterable[Job], *, paired: bool) -> None:
     """Raise UserError, naming the stage, for a setting that the stage's command would refuse.
 
-    What depends on models and data is not looked at. With BTX_CLI only what the scripts set themselves is: that
-    command's settings are its own.
+    `paired`: whether the experts train two-expert models. What depends on models and data is not looked at. With
+    BTX_CLI only what the scripts set themselves is: that command's settings are its own.
     """
     seen = set()
     for job in jobs:
@@ -57,6 +61,32 @@ def check_settings(jobs: Iterable[Job]) -> None:
             own.append("domain=d")
         try:
             values = load(folder, name, [*own, *overrides], flags.get("config-path"))
-            READERS[folder](values, f"{folder}/{name}.yaml")
+            _check_fits(job, READERS[folder](values, f"{folder}/{name}.yaml"), paired)
         except UserError as error:
             raise UserError(f"{job.name}: {error}") from error
+
+
+def _check_fits(job: Job, config: Any, paired: bool) -> None:
+    """Raise UserError for a recipe or a training that is not for what the pipeline makes before it."""
+    if FOLDERS[job.script] == "mix":
+        from btx_nemo.mix.recipes import get_recipe
+
+        recipe = get_recipe(config.recipe)
+        if job.script == "pair.sh" and (recipe.takes != "one" or recipe.on_mixture):
+            raise UserError(
+                f"recipe {recipe.name} makes no model of an anchor and one expert; give pair.config=two_expert"
+            )
+        if job.script == "mix.sh" and recipe.pairs == "always" and not paired:
+            raise UserError(f"recipe {recipe.name} merges two-expert models; give pair.config=two_expert")
+        if job.script == "mix.sh" and recipe.pairs == "never" and paired:
+            raise UserError(
+                f"recipe {recipe.name} takes dense models, no pairs; give mix.config=bar or flexolmo, or pair=null"
+            )
+    elif job.script == "train_expert.sh":
+        own = any(argument.lstrip("+").startswith("init_from=") for argument in job.args)
+        if config.stage == "bar_expert" and not paired and not own:
+            raise UserError("stage bar_expert trains a two-expert model; give pair.config=two_expert")
+        if config.stage == "expert" and paired:
+            raise UserError(
+                "stage expert trains a dense model, and pair makes one of two experts; take a stage of bar_expert"
+            )

@@ -24,7 +24,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.processes import started
 
 PIPELINE = "pipeline.json"
-WHOLE = ("data", "mix", "export")
+WHOLE = re.compile(r"data|chats|mix|export|pair-.*")
 """Stages whose folder appears when it is finished."""
 STAGE = re.compile(r"[a-z][a-z0-9_-]*(\.[a-z][a-z0-9_-]*)?", re.ASCII)
 ID = re.compile(r"\d+(_\d+)?|local", re.ASCII)
@@ -147,7 +147,7 @@ def stages(runs: Path) -> dict[str, Path]:
         found = sorted((runs / "state").glob(f"*.{kind}"), key=_written)
         for name in (path.name.removesuffix(f".{kind}") for path in found):
             if STAGE.fullmatch(name) and name not in known:
-                known[name] = runs / name if name in WHOLE else runs / name / "DONE"
+                known[name] = runs / name if WHOLE.fullmatch(name) else runs / name / "DONE"
     if not known:
         raise UserError(f"{runs}: nothing was submitted there; give --runs DIR, or see btx-nemo submit --help")
     return known

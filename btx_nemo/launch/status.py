@@ -21,6 +21,7 @@ from rich.text import Text
 from btx_nemo.config.load import read_resolved
 from btx_nemo.errors import UserError
 from btx_nemo.launch import slurm, state
+from btx_nemo.launch.found import jobs_of
 from btx_nemo.launch.logs import last_words, plain, tail
 
 COLUMNS = ("stage", "state", "job", "node", "step", "loss", "tokens/s", "restarts", "time left", "note")
@@ -60,12 +61,26 @@ class Row:
 def rows(runs: Path) -> list[Row]:
     """A row for every stage. Raises UserError where nothing was submitted, BtxError when Slurm does not answer."""
     stages = state.stages(runs)
-    submitted = {name: state.submitted(runs, name) for name in stages}
+    submitted = _submitted(runs, stages)
     stories = {name: _story(runs, name, one) for name, one in submitted.items()}
     jobs = {_job(submitted[name], stories[name]) for name in stages}
     ids = {job for job in jobs if state.ID.fullmatch(job)} - {"local"}
     live = slurm.jobs(ids) if ids and slurm.has_slurm() else {}
     return [_row(runs, name, done, submitted[name], stories[name], live) for name, done in stages.items()]
+
+
+def _submitted(runs: Path, stages: Mapping[str, Path]) -> dict[str, state.Submitted | None]:
+    """The last job of each stage: as it was written down, or as it is in the queue where nobody did."""
+    records = {name: state.submitted(runs, name) for name in stages}
+    unsure = [name for name, done in stages.items() if not done.exists() and not _here(records[name])]
+    if unsure and slurm.has_slurm():
+        with contextlib.suppress(UserError):  # two jobs that make the same: `submit` and `cancel` say so
+            records |= jobs_of(runs, {name: records[name] for name in unsure}, {})[0]
+    return records
+
+
+def _here(record: state.Submitted | None) -> bool:
+    return record is not None and record.pid > 0
 
 
 def _story(runs: Path, name: str, submitted: state.Submitted | None) -> list[state.Event]:

@@ -23,11 +23,12 @@ from btx_nemo.launch import found, slurm, state
 from btx_nemo.launch.batches import Submission, script, submit_all
 from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.launch.decide import Todo, decide, line, redone
-from btx_nemo.launch.graph import Job, graph, places, spell
+from btx_nemo.launch.graph import Job, graph, places
 from btx_nemo.launch.identity import free_place, made_path, put_aside
 from btx_nemo.launch.local import run_here
 from btx_nemo.launch.options import check_options
 from btx_nemo.launch.settings import check_settings
+from btx_nemo.launch.words import spell
 
 ENDING_SECONDS = 180
 """How long a job may take to end once it is told to, Slurm's KillWait included, until `submit` gives up on it."""
@@ -62,7 +63,7 @@ def submit(
     for job in jobs:
         check_options(job.name, job.options)
     at = places(config)
-    environment = {"BTX_RUNS": str(at.runs), "BTX_SEED": str(at.seed), "BTX_DATA": str(at.data), **_settings(config)}
+    environment = {**at.environment, **_settings(config)}
     submission = Submission(scripts_dir(), at.runs, environment, allow_missing)
     here = local or _is_absent()
     redo = redone(jobs, at.runs, redo)
@@ -179,7 +180,8 @@ def _todos(jobs: Sequence[Job], submission: Submission, redo: Collection[str], *
             raise UserError(f"{todo.job.name} runs as a process of this machine; wait for it, or: btx-nemo cancel")
         if save and one is not None and one is not submitted[todo.job.name]:
             state.save_submitted(runs, todo.job.name, one)
-    check_settings(todo.job for todo in todos if todo.action == "run")
+    paired = any(job.script == "pair.sh" for job in jobs)
+    check_settings((todo.job for todo in todos if todo.action == "run"), paired=paired)
     return todos
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from btx_testing.chats import chat_domain
-from btx_testing.configs import REQUIRED
+from btx_testing.configs import PIPELINES, REQUIRED
 from btx_testing.models import make_llama
 from btx_testing.runs import SIZES, TinyWorld, copy_domain
 from btx_testing.text import byte_tokenizer
@@ -131,11 +131,10 @@ def test_every_pipeline(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    words = []
     if "tiny" not in name:  # which makes its own seed and data
         monkeypatch.setenv("BTX_SEED", str(models / "seed"))
         monkeypatch.setenv("BTX_DATA", str(world.data))
-        words = ["math", "code"]
+    words = PIPELINES.get(name, [])
     assert command("submit", "--config-name", name, "--dry-run", "--runs", tmp_path / "runs", *words) == 0
     printed = capsys.readouterr().out
     assert "train_expert.sh" in printed and "mix.sh" in printed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from btx_testing.configs import REQUIRED
+from btx_testing.configs import PIPELINES, REQUIRED
 
 from btx_nemo.config.build import build
 from btx_nemo.config.load import conf_dir, load, save_resolved
@@ -25,7 +25,7 @@ FILES = sorted((path.parent.name, path.stem) for path in conf_dir().glob("*/[!_]
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("BTX_SEED", "BTX_DATA", "BTX_RUNS"):
+    for name in ("BTX_SEED", "BTX_DATA", "BTX_CHATS", "BTX_RUNS"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -75,7 +75,10 @@ def test_an_operation_is_given_the_mixture_as_in() -> None:
 
 @pytest.mark.parametrize(("command", "name"), FILES)
 def test_every_file_builds(command: str, name: str) -> None:
-    built(command, load(command, name, REQUIRED.get(name, [])), name)
+    needed = (
+        [word for word in PIPELINES.get(name, []) if "=" in word] if command == "submit" else REQUIRED.get(name, [])
+    )
+    built(command, load(command, name, needed), name)
 
 
 def test_every_file_is_seen() -> None:

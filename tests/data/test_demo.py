@@ -19,6 +19,7 @@ from btx_nemo.data.corpora.code import without_docstrings
 from btx_nemo.data.corpora.math import TEMPLATES, problems, verify
 from btx_nemo.data.corpora.stdlib import Module, docstring_nodes, stdlib_modules
 from btx_nemo.data.demo import DOMAINS, build_demo_data
+from btx_nemo.data.demo_chats import LONGEST, build_demo_chats, conversations
 from btx_nemo.data.indexed import open_indexed
 from btx_nemo.data.tokenizer import load_encoder
 from btx_nemo.errors import UserError
@@ -187,3 +188,29 @@ def test_errors_and_overwriting(demo: Path, tmp_path: Path) -> None:
     build_demo_data(tmp_path / "x", size=SIZE, overwrite=True, workers=1)
     assert (tmp_path / "x" / "math" / "train.bin").read_bytes() == (demo / "math" / "train.bin").read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_what_is_asked_and_what_is_answered() -> None:
+    (chat,) = conversations("math", "Sheet 1\nProblem: 1 + 1?\nSolution: It is 2.\nProblem: no solution")
+    assert chat == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
+    words = " ".join(map(str, range(500)))
+    (chat,) = conversations("prose", f"short\n\n{words}")
+    question, answer = (turn["content"] for turn in chat)
+    assert question.startswith("Continue: 0 1 2") and answer in words and len(answer) == LONGEST
+
+
+def test_conversations(demo: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats"
+    build_demo_chats(demo, chats, workers=1)
+    metas = check_data(chats, DOMAINS, 2048)
+    assert {meta["kind"] for meta in metas.values()} == {"chat"}
+    assert (chats / "tokenizer" / "tokenizer.json").read_bytes() == (demo / "tokenizer" / "tokenizer.json").read_bytes()
+    encoder = load_encoder(demo / "tokenizer")
+    for domain in DOMAINS:
+        said = encoder.decode(next(iter(open_indexed(chats / domain / "train").documents())))
+        assert said.startswith("<user>\n") and "\n<assistant>\n" in said
+    with pytest.raises(UserError, match="exists; choose another folder"):
+        build_demo_chats(demo, chats)
+    with pytest.raises(UserError, match="not there; give the folder that prepare-data --demo"):
+        build_demo_chats(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

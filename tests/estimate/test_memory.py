@@ -73,7 +73,9 @@ def test_recomputation_and_flash_save_what_they_should() -> None:
     assert activations(shape, setup(layout, 1, recompute="full"), 0) < 0.25 * full
     without = activations(shape, setup(layout, 1, seq_length=512, flash=True), 0)
     scores = activations(shape, setup(layout, 1, seq_length=512), 0) - without
-    assert scores == 8 * (4 * 4 * 2 * 512**2 + 512**2)  # layers x (fp32 x heads x batch x S^2, and the mask)
+    assert scores == 8 * 4 * 4 * 2 * 512**2  # layers x fp32 x heads x batch x S^2
+    documents = activations(shape, setup(layout, 1, seq_length=512, flash=True, documents=True), 0)
+    assert documents - without == scores + 2 * 512**2  # batch x S^2
 
 
 def test_the_first_stage_holds_more_micro_batches() -> None:
@@ -114,6 +116,8 @@ def test_an_average_and_an_optimizer_on_the_host(precision: str, main: int) -> N
         (2, "--pp 2 --vpp 2"),
         (2, "--etp 2 --moe"),
         (1, "--precision bf16 --ema --offload 0.7"),
+        (1, "--documents"),
+        (2, "--ep 2 --moe --precision bf16 --save"),
     ],
 )
 def test_measured_processes(count: int, arguments: str) -> None:

@@ -18,6 +18,7 @@ from btx_nemo.launch import submit as module
 from btx_nemo.launch.cancel import cancel
 from btx_nemo.launch.decide import Todo, decide, line
 from btx_nemo.launch.state import Submitted, save_submitted
+from btx_nemo.launch.status import rows
 from btx_nemo.launch.submit import submit
 from btx_nemo.processes import started
 
@@ -47,7 +48,7 @@ def finish(folder: Path) -> None:
 
 OTHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "data": (("data=/b",), (), "now BTX_DATA=/b, no longer BTX_DATA="),
-    "seed": (("seed=/s",), (), "now BTX_SEED=/s, no longer BTX_SEED="),
+    "seed": (("seed=/s",), (), "now BTX_SEED=/s, .*no longer BTX_SEED="),
     "restarts": (("max_restarts=0",), (), "now BTX_MAX_RESTARTS=0"),
     "options": ((), ("--comment=B",), "now --comment=B"),
 }
@@ -124,9 +125,15 @@ def test_jobs_that_nobody_wrote_down_are_found_again(runs: Path, queue: Queue) -
     assert len(queue.jobs()) == 6, "the jobs of another folder were taken"
 
 
-def test_jobs_that_nobody_wrote_down_are_cancelled(runs: Path, queue: Queue) -> None:
+def test_jobs_that_nobody_wrote_down_are_shown_and_cancelled(runs: Path, queue: Queue) -> None:
     submit(("math", "code", "until=mix"), runs=runs)
     forget(runs)
+    assert [(row.stage, row.state, row.job) for row in rows(runs)] == [
+        ("expert-math", "pending", "1_0"),
+        ("expert-code", "pending", "1_1"),
+        ("mix", "pending", "2"),
+    ]
+    assert not ids(runs), "a look must not write"
     cancel(runs, ["expert-code"])
     assert list(queue.jobs()) == ["1_0"]
     cancel(runs, [])

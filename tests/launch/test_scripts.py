@@ -45,7 +45,12 @@ def script(
         ("mix.sh", ["math", "math"], "domain 'math' is named twice"),
         ("mix.sh", ["math", "seed=/x"], "this script sets seed itself"),
         ("mix.sh", ["math", "experts.code=/x"], "this script sets experts.code itself"),
-        ("train_expert.sh", ["math", "export=false"], "this script sets export itself"),
+        ("pair.sh", [], "0 domains; usage: pair.sh <domain>"),
+        ("pair.sh", ["math", "code"], "2 domains; usage: pair.sh <domain>"),
+        ("pair.sh", ["math", "seed=/x"], "this script sets seed itself"),
+        ("pair.sh", ["math"], "the model {runs}/seed is not a folder; set BTX_SEED and BTX_ANCHOR"),
+        ("train_anchor.sh", ["x"], "'x': expected KEY=VALUE"),
+        ("train_anchor.sh", ["out=/x"], "this script sets out itself"),
         ("mix.sh", ["math"], "expert-math/DONE is missing: expert math is not finished; run train_expert.sh math"),
         ("train_mix.sh", ["lunch"], "start 'lunch': unknown; known: mix router"),
         ("train_mix.sh", ["mix router"], "start 'mix router': unknown"),
@@ -59,14 +64,15 @@ def script(
         ("export.sh", ["mix"], "training 'mix': unknown; known: joint router"),
         ("export.sh", ["--config-name=x"], "an export has no configuration"),
         ("eval.sh", ["joint", "x=1"], "eval.sh takes no settings"),
-        ("demo_data.sh", ["x"], "takes no arguments"),
+        ("demo_data.sh", ["x"], "takes nothing but chats"),
+        ("demo_data.sh", ["chats", "x=1"], "takes nothing but chats"),
     ],
 )
 def test_a_mistake_is_one_line(name: str, arguments: list[str], message: str, tmp_path: Path) -> None:
     ended = script(name, *arguments, runs=tmp_path / "runs")
     lines = ended.stderr.splitlines()
     assert (ended.returncode, len(lines)) == (2, 1), ended.stderr
-    assert message in ended.stderr and lines[0].startswith(f"{name}: ")
+    assert message.replace("{runs}", f"{tmp_path}/runs") in ended.stderr and lines[0].startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize("name", ["train_expert.sh", "mix.sh"])
@@ -84,6 +90,7 @@ HOSTILE = "BASH_VERSINFO[$(touch hacked)0]"  # bash arithmetic runs this
     "variable",
     [
         *("BTX_NPROC", "BTX_MAX_RESTARTS", "BTX_CLI", "BTX_RUNS", "BTX_SEED", "BTX_DATA", "BTX_PYTHON"),
+        *("BTX_ANCHOR", "BTX_CHATS"),
         *("BTX_CONTAINER", "BTX_CONTAINER_MOUNTS", "BTX_CONTAINER_RUNTIME", "BTX_REQUEUE_ON_FAILURE"),
         *("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID"),
         *("SLURM_JOB_NUM_NODES", "SLURM_GPUS_ON_NODE", "SLURM_JOB_NODELIST", "CUDA_VISIBLE_DEVICES"),
@@ -198,7 +205,7 @@ def test_all_scripts_find_their_folder_in_the_same_way() -> None:
         _, start, rest = file.read_text().partition("\nhere=")
         if start:
             blocks[file.name] = rest.partition('source "$here/common.sh"')[0].replace(file.name, "NAME")
-    assert len(blocks) == 8 and len(set(blocks.values())) == 1
+    assert len(blocks) == 10 and len(set(blocks.values())) == 1
 
 
 def test_pyxis(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from btx_testing.commands import CommandServer, wait_until
+from btx_testing.configs import BAR
 from btx_testing.mixing import SMALL, make_models, mix_arguments
 from btx_testing.models import make_llama
 from btx_testing.runs import TinyWorld, logged_step
@@ -36,7 +38,9 @@ PIPELINES = {
         *("experts.code.stages.mid.set.steps=7", "mix.set.top_k=1", "train=[router,joint]", "joint.set.note='a $(x)'"),
     ],
     "tiny": [],
+    "bar": ["experts.tool.stages.mid=null"],
 }
+CONFIGS = {"tiny": "pipeline_tiny", "bar": "bar_tiny"}
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -50,9 +54,13 @@ def test_printed_scripts_are_the_golden_ones(
 ) -> None:
     monkeypatch.setattr(slurm, "absent", lambda: "")
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
-    config = "pipeline_tiny" if name == "tiny" else "pipeline"
     monkeypatch.setattr(slurm, "named", lambda names: [])
-    options = {"runs": runs, "config_name": config, "dry_run": True, "allow_missing": name == "different"}
+    options = {
+        "runs": runs,
+        "config_name": CONFIGS.get(name, "pipeline"),
+        "dry_run": True,
+        "allow_missing": name == "different",
+    }
     submit(PIPELINES[name], sbatch_options=["--partition=gpu"], **options)
     printed = capsys.readouterr().out.replace(str(runs), "{runs}").replace(str(REPO / "slurm"), "{slurm}")
     printed = re.sub("--comment=btx-nemo:[0-9a-f]{16}", "--comment={digest}", printed)
@@ -86,17 +94,24 @@ def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
         (["math", "local_jobs=0"], "local_jobs=0: must be 1 or more"),
         (["math", "seed=/s", "seed_training={}"], "give one of them"),
         (["math", "data=/s", "demo_data=true"], "give one of them"),
+        (["math", "chats=/s", "demo_chats=true"], "give one of them"),
+        (["math", "anchor=/s"], "an anchor stands beside the experts in pairs; give pair.config=two_expert"),
+        (["math", "anchor=/s", "anchor_training={}", "pair={}"], "give one of them"),
+        (["anchor", "pair={}"], "domain 'anchor': has another meaning in a pair"),
+        (["math", "anchor='{runs}/pair-math'", "pair={}"], "pair-math: starts from .*, which pair-math makes"),
+        (["math", "experts.math.set.init_from='{runs}/mix'"], "expert-math: starts from .*, which mix makes"),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(words: list[str], message: str, runs: Path) -> None:
     with pytest.raises(UserError, match=message):
-        submit(words, runs=runs)
+        submit([word.replace("{runs}", str(runs)) for word in words], runs=runs)
     assert [p.name for p in runs.iterdir()] == ["seed"]
 
 
 def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BTX_CLI")
     submit([], config_name="pipeline_tiny", runs=runs, dry_run=True)
+    submit([], config_name="bar_tiny", runs=runs, dry_run=True)
     for word, message in (
         ("expert.config=nope", r"expert-math: --config-name nope: not in .*; known: .*\bexpert,"),
         ("experts.code.set.optim.lr=fast", "expert-code: train/expert.yaml: optim.lr must be float"),
@@ -105,6 +120,27 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
     ):
         with pytest.raises(UserError, match=message):
             submit(["math", "code", word], runs=runs)
+    for words, message in (
+        (
+            ["mix.config=btx"],
+            "mix: recipe btx takes dense models, no pairs; give mix.config=bar or flexolmo, or pair=null",
+        ),
+        (
+            ["pair.config=btx"],
+            "pair-math: recipe btx makes no model of an anchor and one expert; give pair.config=two_ex",
+        ),
+        (["expert.config=tiny_expert"], "expert-math: stage expert trains a dense model, and pair makes one of two"),
+        (
+            ["pair=null", "anchor_training=null"],
+            "expert-math.mid: stage bar_expert trains a two-expert model; give pair",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            submit(words, config_name="bar_tiny", runs=runs)
+    with pytest.raises(UserError, match=r"mix: recipe bar merges two-expert models; give pair.config=two_expert"):
+        submit(["math", "mix.config=bar"], runs=runs)
+    with pytest.raises(UserError, match=r"submit/bar.yaml: anchor is required; give anchor=VALUE"):
+        submit(["math", *BAR], config_name="bar", runs=runs)
 
 
 def test_what_scripts_set_themselves_is_refused(runs: Path) -> None:
@@ -173,6 +209,61 @@ def test_an_expert_added_or_trained_again_makes_stale_only_what_it_is_in(
 
     with pytest.raises(UserError, match="--redo nope: no such stage; known: expert-math"):
         went("math", redo=("nope",))
+
+
+def test_bar_here_and_an_expert_added_later(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Anchor, pairs, stages, the merge of what was trained, routers, export."""
+
+    def went(*words: str, **more: Any) -> dict[str, str]:
+        """Stage -> why it was started, or would be."""
+        capsys.readouterr()
+        submit([*words, "local_jobs=2", "expert.set.steps=1"], config_name="bar_tiny", runs=runs, **more)
+        out = capsys.readouterr().out
+        if more:
+            return dict(line[2:].split(": ", 1) for line in out.splitlines() if line[0] == "#" and ": done" not in line)
+        lines = [line.partition(": started (") for line in out.splitlines()]
+        return {stage: why.partition("),")[0] for stage, started, why in lines if started}
+
+    def made(stage: str) -> dict[str, str]:
+        return json.loads((runs / stage / "manifest.json").read_text())
+
+    def told(stage: str) -> list[str]:
+        return json.loads((runs / stage / "starts.jsonl").read_text())["argv"]
+
+    shutil.rmtree(runs / "seed")
+    roots, math = ["data", "chats", "seed", "anchor"], ["pair-math", "expert-math.mid", "expert-math"]
+    end = ["mix", "router", "export", "eval"]
+    assert sorted(went("~experts.code")) == sorted([*roots, *math, *end])
+    pair, mix = made("pair-math"), made("mix")
+    assert (pair["seed"], pair["experts.math"]) == (f"{runs}/anchor/hf", f"{runs}/seed/hf")
+    assert (mix["seed"], mix["experts.math"]) == (f"{runs}/anchor/hf", f"{runs}/expert-math")
+    assert f"init_from='{runs}/pair-math'" in told("expert-math.mid")
+    assert f"init_from='{runs}/expert-math.mid'" in told("expert-math")
+    assert f"init_from='{runs}/mix'" in told("router") and made("export")["in"] == f"{runs}/router"
+
+    code = "experts.code.stages.mid=null"
+    added = went(code)
+    assert list(added) == ["pair-code", "expert-code", *end] and added["mix"] == "stale: another expert-code"
+    assert went(code) == {}
+    assert list(went(code, redo=["expert-math"], dry_run=True)) == ["expert-math", *end]
+    assert list(went(code, redo=["anchor"], dry_run=True)) == ["anchor", *math, "pair-code", "expert-code", *end]
+
+
+def test_a_pair_of_models_that_are_still_trained_is_refused(runs: Path) -> None:
+    anchor = runs.parent / "anchor"
+    (anchor / "checkpoints").mkdir(parents=True)
+    (anchor / "resolved.yaml").touch()
+    with pytest.raises(
+        UserError, match=f"pair-math: failed with status 2: .*{anchor}/DONE is missing: that training is"
+    ):
+        submit(["math", "until=experts", "pair={}", f"anchor={anchor}"], runs=runs)
+
+
+def test_an_expert_that_starts_from_another_waits_for_it(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["math", "code", f"experts.code.set.init_from='{runs}/expert-math'", "until=experts", "local_jobs=2"]
+    submit(words, runs=runs)
+    first, second = (json.loads((runs / f"expert-{d}" / "starts.jsonl").read_text()) for d in ("math", "code"))
+    assert second["begin"] >= first["end"]
 
 
 def test_another_seed_makes_everything_stale(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,9 +111,13 @@ def main() -> int:
     if command == "train":
         return train(keys, argv)
     if command == "prepare-data":
-        Path(os.environ["BTX_DATA"]).mkdir(parents=True)
+        Path(argv[argv.index("--out") + 1]).mkdir(parents=True)
         return 0
-    sources = [keys["in"]] if command == "export" else [v for k, v in keys.items() if k.startswith("experts.")]
+    sources = (
+        [keys["in"]]
+        if command == "export"
+        else [v for k, v in keys.items() if k.partition(".")[0] in ("seed", "experts")]
+    )
     weights = weights_of(keys["in"]) if command == "export" else advance("", [*map(weights_of, sources)])
     whole_folder(Path(keys["out"]), {"argv": " ".join(argv), **keys}, weights)
     return 0

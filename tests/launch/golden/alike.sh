@@ -7,7 +7,9 @@ set -e
 # eval: new
 export BTX_RUNS='{runs}'
 export BTX_SEED='{runs}/seed'
+export BTX_ANCHOR='{runs}/seed'
 export BTX_DATA='{runs}/data'
+export BTX_CHATS='{runs}/chats'
 export BTX_PYTHON=/opt/python
 mkdir -p '{runs}/logs'
 job1=$(sbatch --parsable --export=ALL --job-name=btx-experts '--output={runs}/logs/%x_%A_%a.out' --comment={digest} --array=0-1 --gres=gpu:4 --partition=gpu {slurm}/train_expert.sh math code-py --config-name=expert steps=10)

@@ -15,6 +15,17 @@ TRAINING = {
     "bar_midtrain": ["domain=math", "global_batch_size=4", "tokens=1e3", *_RATES],
     "bar_sft": ["domain=math", "global_batch_size=4", *_RATES],
 }
+BAR = [
+    *(f"expert.set.{word}" for word in TRAINING["bar_sft"][1:]),
+    *(f"expert.stages.mid.set.{word}" for word in TRAINING["bar_midtrain"][1:]),
+    "router.set.global_batch_size=4",
+]
+"""What conf/submit/bar.yaml asks for, beside the anchor."""
+PIPELINES = {
+    "pipeline": ["math", "code"],
+    "bar": ["math", "code", "experts.code.stages.mid=null", "anchor=a", *BAR],
+    "flexolmo": ["math", "code", "expert.set.global_batch_size=4", "router.set.global_batch_size=4"],
+}
 REQUIRED = {
     **TRAINING,
     **{name: ["out=o"] for name in ("sparse_upcycling", "nvidia_upcycling", "drop_upcycling", "from_scratch")},
