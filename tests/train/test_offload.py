@@ -54,6 +54,7 @@ def test_it_trains_as_without(
         assert least <= mine["on_host"] <= min(least + 2 * 288 * 32, mine["total"])  # by whole parameters
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_is_the_same(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:
     """To the bit, with an average beside it, whose fp32 weights are on both; another fraction goes on, to rounding."""
     options = {"layout__ep": 2, "precision": "bf16", "optim__offload": 0.5, "ema__decay": 0.9, "steps": 6}
