@@ -1,7 +1,7 @@
 """What `btx-nemo plan` says of a layout's memory beside what the ranks of this machine hold while they train.
 
     torchrun --nproc-per-node 4 scripts/check_plan.py --tp 2 --ep 2 [--moe] [--precision bf16] [--recompute full]
-                                                      [--documents] [--save]
+                                                      [--documents] [--ema] [--offload 0.5] [--save]
 
 Every rank builds a model of 20 to 60 million parameters, takes two steps on random tokens, and reports the peak of its
 memory above what it held before: the process's own on a CPU, the allocator's on a GPU. With `--save`, it takes them
@@ -28,7 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from btx_nemo.config.schema import CheckpointConfig, DataConfig, LayoutConfig, OptimConfig, TrainConfig
+from btx_nemo.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EmaConfig,
+    LayoutConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from btx_nemo.estimate.arguments import AXES
 from btx_nemo.estimate.memory import Setup, memory
 from btx_nemo.families.config import ModelConfig, MoEConfig
@@ -78,7 +85,8 @@ def make_config(options: argparse.Namespace, ranks: int, hidden_size: int) -> Tr
         steps=10,
         micro_batch_size=4,
         global_batch_size=4 * microbatches * layout.dp(ranks),
-        optim=OptimConfig(lr=1e-3, warmup_steps=1),
+        optim=OptimConfig(lr=1e-3, warmup_steps=1, offload=options.offload),
+        ema=EmaConfig(decay=0.9 if options.ema else 0.0),
     )
 
 
@@ -148,9 +156,11 @@ def measure(config: TrainConfig, ranks: int, *, documents: bool, saves: bool) ->
         recompute_modules=tuple(config.recompute_modules),
         flash=on_gpu,
         documents=documents,
+        ema=config.ema.decay > 0,
+        offload=config.optim.offload,
     )
     planned = memory(config.model, setup, mpu.get_pipeline_model_parallel_rank())
-    wanted = planned.saving if saves else planned.total
+    wanted = planned.saving if saves else planned.total + (0 if on_gpu else planned.host)
     mine = torch.tensor([wanted, peak - before], dtype=torch.float64, device=device())
     every = [torch.empty_like(mine) for _ in range(ranks)]
     torch.distributed.all_gather(every, mine)
@@ -169,6 +179,8 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--recompute-modules", nargs="+", default=["core_attn"])
+    parser.add_argument("--ema", action="store_true")
+    parser.add_argument("--offload", type=float, default=0.0)
     parser.add_argument("--documents", action="store_true", help="two documents a sequence")
     parser.add_argument("--save", action="store_true", help="what a checkpoint takes")
     options = parser.parse_args()

@@ -50,6 +50,10 @@ class Setup:
     flash: bool = True
     """Attention that keeps no probabilities (Transformer Engine on a GPU); Megatron's local layers keep them."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    ema: bool = False
+    """Whether an average of the weights is kept."""
+    offload: float = 0.0
+    """Fraction of the optimizer, and of the average, that is in the host's memory."""
     documents: bool = False
     """Whether a sequence may hold several, each for itself: attention is then Megatron's local one, with a mask."""
 
@@ -94,12 +98,14 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    host: int
+    """In the host's memory all the time, for the optimizer that `offload` put there."""
     saving: int
     """Besides, and in the memory of the host: what a checkpoint takes at its peak, after the step."""
 
     @property
     def total(self) -> int:
-        """All bytes of a step."""
+        """All bytes of a step, on the device."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -169,26 +175,29 @@ def memory(model: ModelConfig, setup: Setup, stage: int) -> Memory:
     size, found = ITEMSIZE[setup.precision], on_rank(model, setup.layout, stage)
     count = sum(astuple(found))
     weights = size * count + (FP32 - size) * found.router
-    # AdamW's two moments, and the main weights of what is narrower.
-    dense = 2 * FP32 * (count - found.expert)
-    expert = 2 * FP32 * found.expert
-    if size < FP32:
-        dense, expert = dense + FP32 * (found.cut + found.whole), expert + FP32 * found.expert
-    optimizer = dense // setup.dense_dp + expert // setup.expert_dp
+    # AdamW's two moments, the average, and the main weights of what is narrower.
+    kept, main = (2 + setup.ema) * FP32, FP32 if size < FP32 else 0
+    dense = (kept + main) * (found.cut + found.whole) + kept * found.router
+    optimizer = dense // setup.dense_dp + (kept + main) * found.expert // setup.expert_dp
+    # What is offloaded has its weights and gradients there, too, whatever their dtype.
+    own = (count - found.expert) // setup.dense_dp + found.expert // setup.expert_dp
+    host = int(setup.offload * (kept + 2 * FP32) * own)
+    optimizer = int((1 - setup.offload) * optimizer)
     gradients = FP32 * count  # reduced in fp32
-    held = activations(model, setup, stage)
-    return Memory(stage, count, weights, gradients, optimizer, held, _saving(count - found.expert, found.expert, setup))
+    saving = _saving(count - found.expert, found.expert, setup)
+    return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage), host, saving)
 
 
 def _saving(dense: int, expert: int, setup: Setup) -> int:
     """Moments and main weights, whole on every rank that has the weights (Megatron's `fully_reshardable`): first of the
     dense weights, then of the experts. While they are gathered, one after the other, there are besides: a rank's own
     part of all three, and three times one of them, for what came and what was joined are held until the next are.
+    The averages follow, one by one.
     """
     three = 3 * FP32
     first = 2 * three * dense + three * dense // setup.dense_dp
     second = three * dense + 2 * three * expert + three * expert // setup.expert_dp
-    return max(first, second if expert else 0)
+    return max(first, second if expert else 0, (three + FP32) * (dense + expert) if setup.ema else 0)
 
 
 def experts_per_token(model: ModelConfig, layer: int) -> float:

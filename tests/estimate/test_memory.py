@@ -85,6 +85,21 @@ def test_the_first_stage_holds_more_micro_batches() -> None:
     assert activations(model(), setup(layout, 4, microbatches=1), 0) == held[2] // 2
 
 
+@pytest.mark.parametrize(("precision", "main"), [("fp32", 0), ("bf16", 4)])
+def test_an_average_and_an_optimizer_on_the_host(precision: str, main: int) -> None:
+    """Bytes a parameter of two data-parallel ranks: moments, main weights, average; gradients as well on the host."""
+    shape, layout = model(), LayoutConfig()
+    plain, averaged, half, whole = (
+        memory(shape, setup(layout, 2, precision=precision, ema=ema, offload=offload), 0)
+        for ema, offload in ((False, 0.0), (True, 0.0), (True, 0.5), (True, 1.0))
+    )
+    assert 2 * plain.optimizer == (8 + main) * plain.parameters and plain.host == 0
+    assert 2 * averaged.optimizer == (12 + main) * plain.parameters
+    assert (half.optimizer, half.host) == (averaged.optimizer // 2, 10 * plain.parameters // 2)
+    assert (whole.optimizer, whole.host) == (0, 10 * plain.parameters)
+    assert whole.total == plain.total - plain.optimizer
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "arguments"),
@@ -100,6 +115,7 @@ def test_the_first_stage_holds_more_micro_batches() -> None:
         (2, "--cp 2"),
         (2, "--pp 2 --vpp 2"),
         (2, "--etp 2 --moe"),
+        (1, "--precision bf16 --ema --offload 0.7"),
         (1, "--documents"),
         (2, "--ep 2 --moe --precision bf16 --save"),
     ],
