@@ -55,6 +55,7 @@ def test_printed_scripts_are_the_golden_ones(
     monkeypatch.setattr(slurm, "absent", lambda: "")
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
     monkeypatch.setattr(slurm, "named", lambda names: [])
+    monkeypatch.setattr(slurm, "largest_array", lambda: 1001)
     options = {
         "runs": runs,
         "config_name": CONFIGS.get(name, "pipeline"),
