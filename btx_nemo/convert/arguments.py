@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from btx_nemo.errors import UserError
+from btx_nemo.startup import kept_imports
 
 _COMMON = (
     "dtype=DTYPE: cast to float32, bfloat16 or float16; verify=false, tensors or logits: compare the result with its "
@@ -87,14 +88,16 @@ def _flag(key: str) -> Callable[[str], bool]:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    from btx_nemo.convert.to_megatron import import_hf
+    with kept_imports():
+        from btx_nemo.convert.to_megatron import import_hf
 
     source, out, options = _assignments(arguments, dtype=str, verify=str, allow_bin=_flag("allow_bin"), experts=str)
     print(f"{out}: {import_hf(source, out, **{'verify': 'true', **options})}")
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from btx_nemo.convert.to_hf import export_hf
+    with kept_imports():
+        from btx_nemo.convert.to_hf import export_hf
 
     source, out, options = _assignments(
         arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag("allow_inexact")
@@ -103,6 +106,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    from btx_nemo.convert.verify import verify
+    with kept_imports():
+        from btx_nemo.convert.verify import verify
 
     verify(arguments.a, arguments.b, tolerance=arguments.tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import pytest
@@ -96,6 +97,13 @@ def test_the_gpu_s_generator_is_another_than_the_cpu_s() -> None:
         torch.cuda.set_rng_state(state)
         assert torch.equal(torch.cuda.get_rng_state(), state)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_is_noted_for_no_device_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each micro-batch sets one, and torch would note for each absent device from where."""
+    with cpu_platform():
+        monkeypatch.setattr(traceback, "format_stack", pytest.fail)
+        assert torch.manual_seed(5).initial_seed() == 5 == torch.initial_seed()
 
 
 def test_a_gpu_would_be_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 from btx_testing.slurm import User, wait_for, with_stand_in
 
 pytestmark = pytest.mark.slurm
+IN_ADVANCE = ("pipeline_here",)  # not those on the nodes, which do not stay up
 
 WORDS = ("math", "code", "until=export", "experts.math.set.steps=60", "experts.math.nodes=2", "joint.set.steps=3")
 

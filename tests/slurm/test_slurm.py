@@ -11,6 +11,7 @@ import pytest
 from btx_testing.slurm import REPO, User, wait_for
 
 pytestmark = pytest.mark.slurm
+IN_ADVANCE = ("pipeline_here", "pipeline_on_nodes")
 
 STAGES = ["expert-math", "expert-code", "expert-prose", "mix", "joint", "export", "eval"]
 DOMAINS = ("math", "code", "prose")
@@ -28,7 +29,8 @@ def test_experts_in_parallel_then_mix_then_training_then_export(user: User) -> N
 
     runs, (math, code, prose) = user.runs, (user.starts(f"expert-{d}")[0] for d in DOMAINS)
     experts, (joint,) = [math, code, prose], user.starts("joint")
-    assert max(e["begin"] for e in experts) < min(e["end"] for e in experts), "the experts did not run side by side"
+    times = [user.job(ids[f"expert-{d}"]) for d in DOMAINS]
+    assert max(t["StartTime"] for t in times) < min(t["EndTime"] for t in times), "the experts did not run side by side"
     assert joint["begin"] > max(e["end"] for e in experts)
     own = ["domain=math", f"out='{runs}/expert-math'", "export=true"]
     assert math["argv"] == ["train", "--config-name=expert", *own, "steps=40"]

@@ -13,99 +13,31 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 
 import psutil
 import pytest
-from btx_testing.runs import TinyWorld, weights
-from btx_testing.slurm import REPO, User, plain_environment, wait_for
-from btx_testing.text import byte_tokenizer, sentence
+from btx_testing.pipeline import EXPERTS, environment, words
+from btx_testing.runs import weights
+from btx_testing.slurm import User, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-EXPERTS = ("expert-math", "expert-code", "expert-prose")
-PIPELINE = """
-runs: ${oc.env:BTX_RUNS}
-seed: ${oc.env:BTX_SEED}
-data: ${oc.env:BTX_DATA}
-experts: {math: {}, code: {}, prose: {}}
-expert:
-  config: tiny_expert
-  nodes: ${oc.decode:${oc.env:NODES}}
-  set: &small
-    data: {seq_length: 32}
-    steps: 80
-    micro_batch_size: 1
-    global_batch_size: 4
-    eval_batches: 1
-    log_every: 1
-    checkpoint: {every: 40}
-    optim: {warmup_steps: 2}
-joint:
-  config: tiny_mix
-  nodes: ${oc.decode:${oc.env:NODES}}
-  set: {<<: *small, steps: 100, layout: {ep: 2}}
-"""
-
 
 @pytest.fixture(scope="module")
-def place(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three domains, a seed, and the pipeline's configuration."""
-    from btx_nemo.data.prepare import prepare_data
-
-    folder = tmp_path_factory.mktemp("place")
-    shutil.copytree(world.data, folder / "data")
-    shutil.copytree(world.dense, folder / "seed")
-    rng = Random(7)
-    (folder / "prose.txt").write_text("".join(sentence(rng) for _ in range(70)))
-    prepare_data([folder / "prose.txt"], byte_tokenizer(folder / "tokenizer"), folder / "data", "prose", workers=1)
-    (folder / "tiny.yaml").write_text(PIPELINE)
-    return folder
-
-
-def environment(place: Path, runs: Path, *, nodes: int) -> dict[str, str]:
-    """Two ranks a job, on one node or on two."""
-    return plain_environment() | {
-        "BTX_RUNS": str(runs),
-        "BTX_DATA": str(place / "data"),
-        "BTX_SEED": str(place / "seed"),
-        "BTX_PYTHON": sys.executable,
-        "BTX_NPROC": str(2 // nodes),
-        "NODES": str(nodes),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPO),
-        "SBATCH_GRES": "none",
-    }
-
-
-@pytest.fixture(scope="module")
-def calm(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole pipeline on this machine, without Slurm."""
-    runs = tmp_path_factory.mktemp("calm") / "runs"
-    for words in (
-        ["submit", "--local", f"--config-path={place}", "--config-name=tiny", "until=export"],
-        ["losses", str(runs), str(runs / "eval")],  # what `eval` does after comparing logits, as an export does too
-    ):
-        command, own = [sys.executable, "-m", "btx_nemo", *words], environment(place, runs, nodes=1)
-        ended = subprocess.run(command, env=own, capture_output=True, text=True, timeout=900)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+def calm(place: Path, pipeline_here: tuple[subprocess.Popen[bytes], Path]) -> Path:
+    """The runs of the whole pipeline on this machine, without Slurm."""
+    process, runs = pipeline_here
+    assert process.wait(timeout=900) == 0, (place / "here.log").read_text()
+    # What `eval` does after comparing logits, as an export does too.
+    command = [sys.executable, "-m", "btx_nemo", "losses", str(runs), str(runs / "eval")]
+    subprocess.run(command, env=environment(place, runs, nodes=1), check=True, timeout=90)
     losses = json.loads((runs / "eval" / "losses.json").read_text())
     assert set(losses) == {*EXPERTS, "joint"} and set(losses["joint"]) == {"math", "code", "prose"}
     return runs
 
 
-@pytest.fixture
-def user(cluster: Path, place: Path, tmp_path: Path) -> User:
-    """Somebody on the cluster, with a runs folder of their own."""
-    if not (cluster / "hosts").exists():
-        pytest.skip("the nodes have no names of their own: unshare --mount --uts needs root")
-    extra = {"SLURM_CONF": str(cluster / "slurm.conf")}
-    return User(cluster, environment(place, tmp_path / "runs", nodes=2) | extra, tmp_path)
-
-
 def submit(user: User, *arguments: str) -> dict[str, str]:
-    place = Path(user.env["BTX_DATA"]).parent
-    return user.submit(f"--config-path={place}", "--config-name=tiny", *arguments)
+    return user.submit(*words(Path(user.env["BTX_DATA"]).parent), *arguments)
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -136,8 +68,10 @@ def end_rank(out: Path, rank: int) -> None:
     raise AssertionError(f"no rank {rank} of {out}")
 
 
-def test_over_two_nodes_the_same_bits_as_on_this_machine(user: User, calm: Path) -> None:
-    ids = submit(user, "until=export")
+def test_over_two_nodes_the_same_bits_as_on_this_machine(
+    pipeline_on_nodes: tuple[User, dict[str, str]], calm: Path
+) -> None:
+    user, ids = pipeline_on_nodes
     assert user.wait_end(*ids.values(), seconds=900) == ["COMPLETED"] * len(ids), user.btx("status")
     assert_same(user, calm, *EXPERTS, "mix", "joint", "export")
     for stage in (*EXPERTS, "joint"):
@@ -157,11 +91,13 @@ def little_room(cluster: Path) -> Iterator[Path]:
             shutil.rmtree(path)
 
 
-def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path, little_room: Path) -> None:
+def test_after_faults_in_every_job_the_same_bits(
+    pipeline_on_nodes: tuple[User, dict[str, str]], calm: Path, little_room: Path
+) -> None:
     """A full disk, a stop before the limit, a dead rank, a requeue; then those of `joint`, below."""
-    user = user.having(BTX_RUNS=str(little_room))
-    words = ("requeue_on_failure=true", "max_restarts=1", "until=train")
-    ids = submit(user, *words)
+    user = pipeline_on_nodes[0].having(BTX_RUNS=str(little_room))
+    settings = ("requeue_on_failure=true", "max_restarts=1", "until=train")
+    ids = submit(user, *settings)
     fault_each(
         user,
         {
@@ -175,7 +111,7 @@ def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path, little_
     assert row.split()[1] == "failed" and "the disk or a quota is full" in row
     user.run("mount", "-o", "remount,size=64m", user.runs / "expert-math")
     (user.runs / "expert-math" / "metrics.jsonl").unlink()  # nothing was saved: it counts from 0 again
-    again = submit(user, *words)
+    again = submit(user, *settings)
     assert again["expert-code"] == "done"
     ids |= {stage: job for stage, job in again.items() if job != "done"}
     fault_each(user, {"expert-math": lambda: user.stop_soon(ids["expert-math"])})
@@ -184,7 +120,7 @@ def test_after_faults_in_every_job_the_same_bits(user: User, calm: Path, little_
     assert "stopped on request after step" in user.log("expert-math"), "the ranks did not save"
     assert "(exitcode: 75)" in user.log("expert-math"), "torchrun died of the signal"
     fault_joint(user, ids["joint"])
-    again = submit(user, *words)
+    again = submit(user, *settings)
     assert user.wait_end(again["joint"], seconds=900) == ["COMPLETED"]
     assert_same(user, calm, *EXPERTS, "mix", "joint")
 

@@ -167,14 +167,8 @@ def torchrun(ranks: int) -> tuple[str, ...]:
 
 
 def _serve() -> None:
-    from btx_nemo.megatron.platform import cpu_platform
+    import btx_testing.warm  # noqa: F401
 
-    with cpu_platform():
-        import megatron.core.dist_checkpointing
-        import megatron.core.models.gpt.gpt_model
-        import megatron.core.optimizer  # noqa: F401
-
-        from btx_nemo.train.setup import build_trainee  # noqa: F401
     for line in sys.stdin:
         request = json.loads(line)
         answer = _wait(**request) if "wait" in request else _fork(request)

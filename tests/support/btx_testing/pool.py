@@ -1,4 +1,4 @@
-"""Gloo ranks that stay up for the whole test session: starting torch and Megatron costs seconds per rank."""
+"""Gloo ranks that stay up for the whole test session: starting torch and Megatron costs seconds, paid once for all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from btx_nemo.processes import end_with
+from btx_testing.commands import clean_environment
 
 MANY_THREADS = 600
 """Workers are replaced beyond: the process groups of a model that trained leave threads behind, about 50 a run."""
@@ -28,7 +31,7 @@ class RankPool:
     """Runs `function(*args)` on ranks 0..n-1 at once, with torch.distributed initialised over gloo."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
         self._workers: list[tuple[Any, Connection]] = []
         self._stores = tempfile.TemporaryDirectory(prefix="btx-ranks-")
 
@@ -69,9 +72,12 @@ class RankPool:
             (results if ok else failures)[rank] = value
 
     def _grow(self, ranks: int) -> None:
+        self._context.set_forkserver_preload(["btx_testing.warm"])
+        with mock.patch.dict(os.environ, clean_environment()):  # for its PYTHONPATH: the server gets no sys.path
+            forkserver.ensure_running()
         while len(self._workers) < ranks:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there, os.getpid()), daemon=True)
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -92,8 +98,9 @@ def _threads(pid: int) -> int:
         return 0
 
 
-def _serve(connection: Connection, parent: int) -> None:
-    end_with(parent, signal.SIGKILL)  # a rank that waits for others in a collective never sees the end of the tests
+def _serve(connection: Connection) -> None:
+    # A rank that waits for others in a collective never sees the end of the tests; the server it was forked from does.
+    end_with(os.getppid(), signal.SIGKILL)
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
