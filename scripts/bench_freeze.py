@@ -4,8 +4,12 @@
 
 One mixture, four times: all weights train; its routers alone; all but the experts; and two-expert style, the first
 expert and its router rows frozen. They take turns, a step each on the same batch, in one process on one thread; each
-figure is a median of ratios to the full stage of the same round. Bytes are counted, not measured: the optimizer's
-moments and main weights, Megatron's gradient buffers, and what autograd keeps for the backward pass.
+figure is a median of ratios to the full stage of the same round. The last to take its turn is the floor of a stage that
+trains its routers: the matrix products that such a step does, by themselves, on operands that lie in the caches.
+
+Bytes are counted, not measured: the optimizer's moments and main weights, Megatron's gradient buffers, and what
+autograd keeps for the backward pass. Measured is the last column: the highest resident set of a process of its own,
+above that of the interpreter with all that it imports.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -24,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from btx_nemo.config.schema import DataConfig, OptimConfig, RouterConfig, TrainConfig
 from btx_nemo.families.config import ModelConfig, MoEConfig
@@ -145,7 +151,36 @@ class Stage:
         return self.optimizer_bytes(), self.gradient_bytes(), self.kept_bytes()
 
 
-def measure(stages: dict[str, Stage], rounds: int) -> dict[str, dict[str, float]]:
+class Products(TorchDispatchMode):
+    """The matrix products of a step: listens to one, and then does them alone."""
+
+    def __init__(self, stage: Stage):
+        super().__init__()
+        self.found: list[tuple[Any, list[torch.Tensor]]] = []
+        self.operands: dict[tuple[torch.Size, tuple[int, ...]], torch.Tensor] = {}
+        with self:
+            stage.step()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default):
+            product = aten.mm.default if args[-1].dim() == 2 else aten.bmm.default
+            self.found.append((product, [self._like(tensor) for tensor in args[-2:]]))
+        return func(*args, **(kwargs or {}))
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = tensor.shape, tensor.stride()
+        if key not in self.operands:
+            self.operands[key] = torch.empty_strided(*key).normal_()
+        return self.operands[key]
+
+    def step(self) -> None:
+        """All of them once."""
+        for product, operands in self.found:
+            product(*operands)
+
+
+def measure(stages: dict[str, Stage | Products], rounds: int) -> dict[str, dict[str, float]]:
     """Name -> seconds of a step (median) and its ratio to "all" by wall clock and by processor time."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in stages}
     for number in range(rounds + 1):
@@ -165,6 +200,22 @@ def measure(stages: dict[str, Stage], rounds: int) -> dict[str, dict[str, float]
     }
 
 
+def peak(config: TrainConfig) -> int:
+    """MB that a process takes above what it took before the model was made: three steps."""
+    from btx_nemo.megatron.platform import peak_memory
+
+    before = peak_memory()
+    stage = Stage(config)
+    for _ in range(3):
+        stage.step()
+    return (peak_memory() - before) // 2**20
+
+
+def _peak_elsewhere(name: str) -> int:
+    ended = subprocess.run([sys.executable, *sys.argv, "--peak", name], stdout=subprocess.PIPE, check=True)
+    return int(ended.stdout)
+
+
 def main() -> None:
     """Prints the table."""
     from btx_nemo.megatron.parallel import parallel_state
@@ -175,23 +226,31 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--seq-length", type=int, default=256)
     parser.add_argument("--micro-batches", type=int, default=2, help="of four sequences, a step (default 2)")
+    parser.add_argument("--peak", choices=STAGES, help="nothing but the memory of this stage, in MB")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")  # what Megatron says of a machine without a GPU
     configs = {name: make_config(options, stage) for name, stage in STAGES.items()}
     with parallel_state(configs["all"].layout, seed=1):
+        if options.peak:
+            print(peak(configs[options.peak]))
+            return
+        # Before anything is made here: a process begins with what its parent holds.
+        peaks = {name: _peak_elsewhere(name) for name in configs}
         stages = {name: Stage(config) for name, config in configs.items()}
-        facts = measure(stages, options.rounds)
-        full = stages["all"].bytes()
-        print("trains             parameters       s   wall    cpu optimizer    grads   kept")
-        for name, stage in stages.items():
-            times = facts[name]
-            optimizer, gradients, kept = (size / whole for size, whole in zip(stage.bytes(), full))
-            print(
-                f"{name:18} {stage.trained():>10} {times['seconds']:>7.3f} {times['wall']:>6.3f} {times['cpu']:>6.3f} "
-                f"{optimizer:>9.5f} {gradients:>8.5f} {kept:>6.3f}",
-                flush=True,
-            )
+        facts = measure({**stages, "floor": Products(stages["routers"])}, options.rounds)
+        held = {name: stage.bytes() for name, stage in stages.items()}
+    print("trains             parameters       s   wall    cpu optimizer    grads   kept   peak, MB")
+    for name, stage in stages.items():
+        optimizer, gradients, kept = (size / whole for size, whole in zip(held[name], held["all"]))
+        times = f"{facts[name]['seconds']:>7.3f} {facts[name]['wall']:>6.3f} {facts[name]['cpu']:>6.3f}"
+        print(
+            f"{name:18} {stage.trained():>10} {times} {optimizer:>9.5f} {gradients:>8.5f} {kept:>6.3f} "
+            f"{peaks[name]:>10}",
+            flush=True,
+        )
+    floor = facts["floor"]
+    print(f"{'routers, products':29} {floor['seconds']:>7.3f} {floor['wall']:>6.3f} {floor['cpu']:>6.3f}")
 
 
 if __name__ == "__main__":

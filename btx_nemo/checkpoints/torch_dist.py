@@ -14,29 +14,51 @@ from btx_nemo.checkpoints.reader import Reader, read_box
 from btx_nemo.errors import UserError
 from btx_nemo.plan.layout import Box, Layout, TensorInfo
 
-STATE_PREFIXES = ("optimizer.", "chained_", "rng_state", "common_state", "opt_param_scheduler", "rerun_state")
+AVERAGES = "ema."
+"""What the keys of averaged weights begin with; the key of the weight follows."""
+STATE_PREFIXES = (AVERAGES, "optimizer.", "chained_", "rng_state", "common_state", "opt_param_scheduler", "rerun_state")
 """Keys of training state, which a model's weights never begin with."""
 
 
 class DistReader(Reader):
     """The model weights of a torch_dist checkpoint; keys of training state are left out.
 
-    Raises UserError naming file and tensor when something is missing or damaged.
+    With `averaged`, the averages of those that have one, and the weights of all others.
+    Raises UserError naming file and tensor when something is missing or damaged, or there are no averages.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, *, averaged: bool = False) -> None:
         self.folder = Path(folder)
         self.training_state: list[str] = []
         """Keys that were left out."""
         self._tensors: dict[str, StoredTensor] = {}
-        for key, tensor in read_metadata(self.folder).items():
+        stored = read_metadata(self.folder)
+        for key, tensor in stored.items():
             if key.startswith(STATE_PREFIXES):
                 self.training_state.append(key)
             else:
                 self._tensors[key] = tensor
+        self.averages: dict[str, StoredTensor] = {}
+        """By the key of the weight."""
+        for key in filter(lambda key: key.startswith(AVERAGES), stored):
+            self.averages[key.removeprefix(AVERAGES)] = stored[key]
+        if averaged:
+            self._take_averages()
         self._layout = {key: tensor.info for key, tensor in self._tensors.items()}
         self._payloads: dict[tuple[str, int], Payload] = {}
         self._check_files()
+
+    def _take_averages(self) -> None:
+        if not self.averages:
+            raise UserError(
+                f"{self.folder}: holds no averages of its weights; a run keeps them with ema.decay above 0; leave ema"
+            )
+        for key, average in self.averages.items():
+            weight = self._tensors.get(key)
+            if weight is None or weight.info.shape != average.info.shape:
+                found = "no weight" if weight is None else f"a weight of {list(weight.info.shape)}"
+                raise UserError(f"{self.folder}: average of {key!r} {list(average.info.shape)}, but {found}; damaged")
+        self._tensors |= self.averages
 
     def _check_files(self) -> None:
         ends: dict[str, tuple[int, str]] = {}

@@ -87,6 +87,8 @@ class OptimConfig:
     """AdamW's epsilon."""
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 for no clipping."""
+    offload: float = 0.0
+    """Fraction of the main weights and moments that is kept, and updated, in the host's memory; docs/running.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,19 @@ class CheckpointConfig:
     optimizer: bool = True
     """Whether the last checkpoint of the run has the optimizer's state as well; false: its weights alone. All before it
     have both, as a run resumes from them."""
+    gather_on_first: bool = False
+    """Put the optimizer's state together on the first data-parallel rank alone, over gloo, and not on all of them: the
+    others need no memory for it while a checkpoint is saved, which is the same to the byte, but can take longer."""
     verify: bool = False
     """Compare every file with its checksum before a run resumes from it; sizes are compared always."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """An average of the weights that train, beside them; `export in=RUN ema=true` takes it out."""
+
+    decay: float = 0.0
+    """Weight of a step's weights relative to the next step's, e.g. 0.999; 0 for no average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +238,8 @@ class TrainConfig:
     """Sequences per optimizer step, over all ranks."""
     optim: OptimConfig
     """Optimizer and schedule."""
+    ema: EmaConfig = field(default_factory=EmaConfig)
+    """Average of the weights."""
     moe: MoEOverride = field(default_factory=MoEOverride)
     """Another routing rule for the mixture that is loaded."""
     router: RouterConfig = field(default_factory=RouterConfig)
@@ -251,7 +266,7 @@ class TrainConfig:
     log: LogConfig = field(default_factory=LogConfig)
     """Trackers."""
     export: bool = False
-    """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well."""
+    """Leave the last checkpoint as a Hugging Face folder in `out`/hf as well, and its averages in `out`/hf-ema."""
     seed: int = 1234
     """Seed of fresh weights, data order and dropout."""
 

@@ -20,7 +20,7 @@ _IMPORT = (
 )
 _EXPORT = (
     "in=DIR and out=DIR; target=MODEL_TYPE: this Hugging Face architecture, refused when it does not compute the same "
-    "unless allow_inexact=true; shard_size=BYTES: largest file; "
+    "unless allow_inexact=true; shard_size=BYTES: largest file; ema=true: the averages that ema.decay kept; "
 )
 
 
@@ -33,6 +33,7 @@ def add_conversions(command: Callable) -> None:
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_EXPORT + _COMMON)
     _add_flag(sub, "verify=false", "--no-verify")
     _add_flag(sub, "allow_inexact=true", "--allow-inexact")
+    _add_flag(sub, "ema=true", "--ema")
     text, same = "the same as target=MODEL_TYPE", "target={}".format
     sub.add_argument("--target", dest="flags", action="append", type=same, metavar="MODEL_TYPE", help=text)
 
@@ -100,7 +101,13 @@ def _export(arguments: argparse.Namespace) -> None:
         from btx_nemo.convert.to_hf import export_hf
 
     source, out, options = _assignments(
-        arguments, dtype=str, verify=str, shard_size=_bytes, target=str, allow_inexact=_flag("allow_inexact")
+        arguments,
+        dtype=str,
+        verify=str,
+        shard_size=_bytes,
+        target=str,
+        allow_inexact=_flag("allow_inexact"),
+        ema=_flag("ema"),
     )
     print(f"{out}: {export_hf(source, out, **{'verify': 'true', **options})}")
 

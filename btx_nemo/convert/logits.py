@@ -30,7 +30,6 @@ def megatron_logits(model: Path | Source, tokens_BS: Tensor, layout: LayoutConfi
     from btx_nemo.train.source import model_source, open_source
 
     layout = layout or LayoutConfig()
-    assert layout.cp == layout.vpp == 1, "logits of whole sequences, from one chunk"
     source = model_source(model) if isinstance(model, Source) else open_source(model)
     with parallel_state(layout, seed=0):
         # Megatron's own layers everywhere: Transformer Engine may multiply fp32 in a coarser format.
@@ -56,29 +55,45 @@ def model_logits(gpt: torch.nn.Module, tokens_BS: Tensor) -> Tensor | None:
     from megatron.core import parallel_state as mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from megatron.core.utils import get_attr_wrapped_model
 
+    from btx_nemo.megatron.model import chunks
+    from btx_nemo.megatron.parallel import context_parallel_part
     from btx_nemo.megatron.platform import device
 
+    positions = torch.arange(tokens_BS.shape[1])[None].expand_as(tokens_BS)
+    batch = context_parallel_part({"tokens": tokens_BS.to(device()), "positions": positions.to(device())})
     outputs: list[Tensor] = []
 
     def forward_step(_: object, model: torch.nn.Module):
-        tokens = tokens_BS.to(device())
-        positions = torch.arange(tokens.shape[1], device=device())[None].expand_as(tokens)
-        logits = model(tokens, positions, None)
-        if mpu.is_pipeline_last_stage():
-            outputs.append(gather_from_tensor_model_parallel_region(logits).float().cpu())
+        logits = model(batch["tokens"], batch["positions"], None)
+        if get_attr_wrapped_model(model, "post_process"):
+            outputs.append(_whole_sequences(gather_from_tensor_model_parallel_region(logits)).float().cpu())
         return logits, lambda _: (torch.zeros((), device=device()), {})
 
+    stages = [stage.eval() for stage in chunks(gpt)]
     get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=None,
-        model=[gpt.eval()],
-        num_microbatches=1,
+        data_iterator=[None] * len(stages),
+        model=stages,
+        # The interleaved schedule takes no fewer: the same once more for each stage.
+        num_microbatches=mpu.get_pipeline_model_parallel_world_size() if len(stages) > 1 else 1,
         seq_length=tokens_BS.shape[1],
         micro_batch_size=tokens_BS.shape[0],
         forward_only=True,
     )
     return outputs[0] if outputs else None
+
+
+def _whole_sequences(logits_BQV: Tensor) -> Tensor:
+    """[B, S, V] from what each context-parallel rank has. Collective over them."""
+    from megatron.core import parallel_state as mpu
+
+    from btx_nemo.routers.ranks import Places, gather
+
+    group = mpu.get_context_parallel_group()
+    order = Places(group, group.size()).all(logits_BQV.shape[1]).argsort()
+    return torch.cat(gather(logits_BQV, group), dim=1)[:, order.to(logits_BQV.device)]
 
 
 def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:

@@ -34,11 +34,13 @@ def export_hf(
     shard_size: int = 5_000_000_000,
     workers: int | None = None,
     verify: str = "tensors",
+    ema: bool = False,
 ) -> str:
     """Checkpoint folder or run directory (its latest checkpoint) -> Hugging Face folder.
 
     `dtype` casts; None keeps what is stored. `target` is a model_type; None for the source's own, or the first that
     computes the same; one that does not is refused unless `allow_inexact`. `verify` is a mode of `convert.check`.
+    `ema` takes the averages of all weights that have one, in fp32 unless `dtype` is given, and says so in the manifest.
     Returns which architecture was written and why, which the manifest has too, and what was verified.
     Raises UserError, or CheckFailed when the result is not the source, and leaves nothing behind.
     """
@@ -46,7 +48,7 @@ def export_hf(
     check_dtype(dtype)
     check_shard_size(shard_size)
     refuse_existing(Path(out))
-    source = open_source(src, "ckpt")
+    source = open_source(src, "ckpt", averaged=ema)
     if source.kind != "megatron":
         raise UserError(f"{src}: is a Hugging Face folder already; export takes a checkpoint or a run directory")
     dtype_written = dtype or source.dtype
@@ -62,9 +64,12 @@ def export_hf(
         copy_tokenizer(source.tokenizer, folder)
         write_settings(architecture, folder, written.config, dtype_written, source.base)
         extra = {"architecture": architecture.model_type, "chosen": chosen.chosen, **facts([source], plan)}
+        if ema:
+            extra["averages"] = source.averages
         write_manifest(folder, kind="export", extra=extra)
         verified = check_result(source, folder, verify, chosen)
-    return f"{chosen.chosen}; {verified}"
+    averages = f"; {len(source.averages)} of {len(source.reader.layout())} stored tensors are averages" if ema else ""
+    return f"{chosen.chosen}{averages}; {verified}"
 
 
 def export_plan(source: Source, architecture: Architecture, dtype: str | None = None) -> Plan:

@@ -32,6 +32,9 @@ def add_plan(command: Callable) -> None:
     sub.add_argument("--recompute", choices=("none", "selective", "full"), help="default none, or looked for")
     sub.add_argument("--recompute-modules", nargs="+", choices=RECOMPUTE_MODULES, default=["core_attn"])
     sub.add_argument("--memory-gib", type=float, help="suggest layouts for --gpus GPUs of this memory")
+    sub.add_argument("--ema", action="store_true", help="with an average of the weights (ema.decay)")
+    sub.add_argument("--offload", type=float, default=0.0, help="fraction of the optimizer on the host (optim.offload)")
+    sub.add_argument("--documents", action="store_true", help="several documents a sequence (SFT, data.document_mask)")
     sub.add_argument("--local", action="store_true", help="Megatron's local layers, which keep attention's matrices")
 
 
@@ -50,5 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
         recompute=arguments.recompute,
         recompute_modules=tuple(arguments.recompute_modules),
         flash=not arguments.local,
+        ema=arguments.ema,
+        offload=arguments.offload,
+        documents=arguments.documents,
         memory_gib=arguments.memory_gib,
     )

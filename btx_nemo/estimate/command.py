@@ -36,6 +36,9 @@ def plan(
     recompute: str | None,
     recompute_modules: tuple[str, ...],
     flash: bool,
+    documents: bool,
+    ema: bool,
+    offload: float,
     memory_gib: float | None,
 ) -> None:
     """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError.
@@ -52,7 +55,16 @@ def plan(
         "global_batch_size": global_batch_size,
     }
     _check_sizes({"gpus": ranks, **sizes}, memory_gib)
-    rest: dict[str, Any] = {"precision": precision, "flash": flash, "recompute_modules": recompute_modules}
+    if not 0 <= offload <= 1:
+        raise UserError(f"--offload {offload:g}: must be a fraction between 0 and 1")
+    rest: dict[str, Any] = {
+        "precision": precision,
+        "flash": flash,
+        "documents": documents,
+        "recompute_modules": recompute_modules,
+        "ema": ema,
+        "offload": offload,
+    }
     console = Console()
     if memory_gib is not None:
         setups = candidates(model, ranks, given=given, **sizes, **rest)
@@ -61,6 +73,8 @@ def plan(
         return
     setup = setup_of(model, layout, ranks, recompute=recompute or "none", **sizes, **rest)
     console.print(_stages(model, setup))
+    saving = max(memory(model, setup, stage).saving for stage in range(layout.pp))
+    console.print(f"a save takes {human_bytes(saving)} more, of the host, at most")
     console.print(_sent(communication(model, setup)))
     tokens = global_batch_size * seq_length
     console.print(f"{flops(model, seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")
@@ -95,11 +109,12 @@ def _stages(model: ModelConfig, setup: Setup) -> Table:
         title=f"a rank of {axes(layout)}, {setup.ranks} ranks, {setup.precision}, "
         f"{setup.seq_length} tokens, micro-batch {setup.micro_batch_size}, recompute {setup.recompute}"
     )
-    for column in ("stage", "parameters", "weights", "gradients", "optimizer", "activations", "total"):
+    sizes = ("weights", "gradients", "optimizer", "activations", "total", *(("host",) if setup.offload else ()))
+    for column in ("stage", "parameters", *sizes):
         table.add_column(column, justify="right")
     for stage in range(layout.pp):
         found = memory(model, setup, stage)
-        parts = (found.weights, found.gradients, found.optimizer, found.activations, found.total)
+        parts = (getattr(found, name) for name in sizes)
         table.add_row(str(stage), f"{found.parameters:,}", *map(human_bytes, parts))
     return table
 

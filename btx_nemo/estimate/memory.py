@@ -50,6 +50,12 @@ class Setup:
     flash: bool = True
     """Attention that keeps no probabilities (Transformer Engine on a GPU); Megatron's local layers keep them."""
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    ema: bool = False
+    """Whether an average of the weights is kept."""
+    offload: float = 0.0
+    """Fraction of the optimizer, and of the average, that is in the host's memory."""
+    documents: bool = False
+    """Whether a sequence may hold several, each for itself: attention is then Megatron's local one, with a mask."""
 
     @property
     def dp(self) -> int:
@@ -92,10 +98,14 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
+    host: int
+    """In the host's memory all the time, for the optimizer that `offload` put there."""
+    saving: int
+    """Besides, and in the memory of the host: what a checkpoint takes at its peak, after the step."""
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes of a step, on the device."""
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
@@ -165,14 +175,29 @@ def memory(model: ModelConfig, setup: Setup, stage: int) -> Memory:
     size, found = ITEMSIZE[setup.precision], on_rank(model, setup.layout, stage)
     count = sum(astuple(found))
     weights = size * count + (FP32 - size) * found.router
-    # AdamW's two moments, and the main weights of what is narrower.
-    dense = 2 * FP32 * (count - found.expert)
-    expert = 2 * FP32 * found.expert
-    if size < FP32:
-        dense, expert = dense + FP32 * (found.cut + found.whole), expert + FP32 * found.expert
-    optimizer = dense // setup.dense_dp + expert // setup.expert_dp
+    # AdamW's two moments, the average, and the main weights of what is narrower.
+    kept, main = (2 + setup.ema) * FP32, FP32 if size < FP32 else 0
+    dense = (kept + main) * (found.cut + found.whole) + kept * found.router
+    optimizer = dense // setup.dense_dp + (kept + main) * found.expert // setup.expert_dp
+    # What is offloaded has its weights and gradients there, too, whatever their dtype.
+    own = (count - found.expert) // setup.dense_dp + found.expert // setup.expert_dp
+    host = int(setup.offload * (kept + 2 * FP32) * own)
+    optimizer = int((1 - setup.offload) * optimizer)
     gradients = FP32 * count  # reduced in fp32
-    return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage))
+    saving = _saving(count - found.expert, found.expert, setup)
+    return Memory(stage, count, weights, gradients, optimizer, activations(model, setup, stage), host, saving)
+
+
+def _saving(dense: int, expert: int, setup: Setup) -> int:
+    """Moments and main weights, whole on every rank that has the weights (Megatron's `fully_reshardable`): first of the
+    dense weights, then of the experts. While they are gathered, one after the other, there are besides: a rank's own
+    part of all three, and three times one of them, for what came and what was joined are held until the next are.
+    The averages follow, one by one.
+    """
+    three = 3 * FP32
+    first = 2 * three * dense + three * dense // setup.dense_dp
+    second = three * dense + 2 * three * expert + three * expert // setup.expert_dp
+    return max(first, second if expert else 0, (three + FP32) * (dense + expert) if setup.ema else 0)
 
 
 def experts_per_token(model: ModelConfig, layer: int) -> float:
@@ -205,8 +230,9 @@ def activations(model: ModelConfig, setup: Setup, stage: int) -> int:
     else:
         kept = [sum(layer.kept for layer in chunk) for chunk in layers]
         once = max(max(layer.again for chunk in layers for layer in chunk), last)
+    mask = setup.micro_batch_size * setup.positions * setup.seq_length if setup.documents else 0
     # Micro-batches go through a rank's chunks in groups of pp: each passes the first, then each the second.
-    return sum(kept[number // layout.pp % layout.vpp] for number in range(_in_flight(setup, stage))) + once
+    return sum(kept[number // layout.pp % layout.vpp] for number in range(_in_flight(setup, stage))) + once + mask
 
 
 def _in_flight(setup: Setup, stage: int) -> int:
@@ -219,7 +245,7 @@ def _in_flight(setup: Setup, stage: int) -> int:
 
 def head(model: ModelConfig, setup: Setup) -> int:
     """The final norm and the loss, which makes its softmax in fp32 beside the logits; the gradient takes its place."""
-    hidden = 3 * setup.tokens * model.hidden_size * max(ITEMSIZE[setup.precision], FP32)
+    hidden = 2 * setup.tokens * model.hidden_size * ITEMSIZE[setup.precision]
     return (hidden + 2 * FP32 * setup.tokens * model.vocab_size) // setup.layout.tp
 
 
@@ -236,9 +262,8 @@ class _Layer:
 def _layer(model: ModelConfig, setup: Setup, layer: int) -> _Layer:
     size, tokens, tp = ITEMSIZE[setup.precision], setup.tokens, setup.layout.tp
     hidden, query = model.hidden_size, model.num_attention_heads * model.head_dim
-    wide = size < FP32
-    # Inputs and outputs of the norms, which compute in fp32, the attention's output and the sublayers' inputs.
-    kept, again = tokens * hidden * ((5 * size + 2 * FP32) if wide else 7 * size) // tp, 0
+    # Inputs and outputs of the two norms, and the attention's output.
+    kept, again = 5 * tokens * hidden * size // tp, 0
     kept += tokens * query * size // tp  # rotated queries
     kept += 4 * setup.positions * model.head_dim * size  # sines and cosines, for queries and keys
     for module, parts in (("core_attn", _attention(model, setup)), ("mlp", _feed_forward(model, setup, layer))):
@@ -251,10 +276,9 @@ def _attention(model: ModelConfig, setup: Setup) -> int:
     """Keys and values, one per query head, and the scores."""
     size, tp = ITEMSIZE[setup.precision], setup.layout.tp
     query = model.num_attention_heads * model.head_dim
-    if setup.flash:
+    if setup.flash and not setup.documents:
         return 2 * setup.tokens * query * size // tp
     total = 2 * setup.seq_length * setup.micro_batch_size * query * size // tp  # of the whole sequence
-    total += setup.positions * setup.seq_length  # the causal mask
     scores = model.num_attention_heads * setup.micro_batch_size * setup.positions * setup.seq_length // tp
     return total + scores * (size + (FP32 if size < FP32 else 0))
 

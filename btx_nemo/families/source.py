@@ -64,6 +64,8 @@ class Source:
     """config.json to take token ids from."""
     tokenizer: Path
     """Folder with the tokenizer's files."""
+    averages: tuple[str, ...] = ()
+    """Stored weights in whose place their averages are read."""
 
     def layout(self) -> Layout:
         """Shapes and dtypes under the shared names. Raises UserError when a tensor is missing."""
@@ -87,23 +89,24 @@ class Source:
         return counts.most_common(1)[0][0]
 
 
-def open_source(folder: str | Path, name: str = "hf", *, allow_bin: bool = False) -> Source:
+def open_source(folder: str | Path, name: str = "hf", *, allow_bin: bool = False, averaged: bool = False) -> Source:
     """Open a Hugging Face folder or hub id, a Megatron checkpoint, or a run directory (its latest checkpoint).
 
-    Everything but the tensors' values is checked. `allow_bin` lets pytorch_model.bin be read. Raises UserError.
+    Everything but the tensors' values is checked. `allow_bin` lets pytorch_model.bin be read; `averaged` takes a
+    checkpoint's averages instead of the weights that have one. Raises UserError.
     """
     folder = local_folder(folder, allow_bin)
     refuse_temporary(folder)
-    return open_unfinished(folder, name, allow_bin)
+    return open_unfinished(folder, name, allow_bin, averaged)
 
 
-def open_unfinished(folder: Path, name: str, allow_bin: bool = False) -> Source:
+def open_unfinished(folder: Path, name: str, allow_bin: bool = False, averaged: bool = False) -> Source:
     """The same of a folder that its writer reads back before it gets its name."""
     for file, what in BESIDE.items():
         if (folder / file).is_file():
             raise UserError(f"{folder}: holds {what}, not a model; give the model's folder")
     checkpoint = find_checkpoint(folder)
-    source = _open_megatron(checkpoint, name) if checkpoint else _open_hf(folder, name, allow_bin)
+    source = _open_megatron(checkpoint, name, averaged) if checkpoint else _open_hf(folder, name, allow_bin)
     _check_shapes(source)
     return source
 
@@ -167,10 +170,11 @@ def _unused(reader: Reader, config: ModelConfig) -> dict[str, str]:
     return dropped
 
 
-def _open_megatron(folder: Path, name: str) -> Source:
+def _open_megatron(folder: Path, name: str, averaged: bool) -> Source:
     read_manifest(folder)
     config = read_model_json(folder)
-    reader = respelled(DistReader(folder))
+    stored = DistReader(folder, averaged=averaged)
+    reader = respelled(stored)
     _check_counts(config, reader.layout(), folder)
     table = families.from_megatron(config, name, reader.layout())
     for shared in [shared for shared in table if parse_router(shared)]:
@@ -179,7 +183,8 @@ def _open_megatron(folder: Path, name: str) -> Source:
             del table[shared]  # a router from outside of the package need not keep what ours do
     tokenizer = folder / "tokenizer"
     base = read_json(tokenizer / "config.json") if (tokenizer / "config.json").exists() else special_ids(tokenizer)
-    return Source(name, folder, "megatron", config, reader, table, {}, base, tokenizer)
+    averages = tuple(sorted(stored.averages)) if averaged else ()
+    return Source(name, folder, "megatron", config, reader, table, {}, base, tokenizer, averages)
 
 
 def read_model_json(folder: Path) -> ModelConfig:

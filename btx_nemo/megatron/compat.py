@@ -90,6 +90,31 @@ def mend_mixed_dtypes(optimizer: Any) -> None:
                 part.model_param_group_index_map[parameter] = (index, order)
 
 
+def mend_offloaded_fp32(optimizer: Any) -> None:
+    """Lets Megatron's offloaded optimizer train the fp32 parameters (our routers) that it leaves on the device.
+
+    It takes gradients from where Megatron puts them, `decoupled_grad`, only for parameters that have an fp32 copy;
+    others would never move. So each of them is called its own copy.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        hybrid: Any = getattr(part, "optimizer", None)
+        for weight, inner in getattr(hybrid, "param_to_inner_param", {}).items():
+            if weight is inner:
+                hybrid.param_to_fp32_param[weight] = weight
+
+
+@contextlib.contextmanager
+def version_without_transformer_engine() -> Iterator[None]:
+    """Where Transformer Engine is absent, 0.16 fails as it compares its version; 0.19 takes it for 0.0.0, as here."""
+    from megatron.core import utils
+
+    if utils.get_te_version() is not None:
+        yield
+        return
+    with mock.patch.object(utils, "_te_version", utils.PkgVersion("0.0.0")):
+        yield
+
+
 def planned_save(state: dict[str, Any], folder: str, metadata: dict[str, Any], results: Any) -> Any:
     """Megatron's request for a save that is yet to be carried out: what to write, and how to finish. Collective.
 

@@ -89,9 +89,29 @@ class _CudaToCpu(TorchFunctionMode):
         elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # The distributed optimizer accepts parameters by this name, torch.cuda.FloatTensor and its like.
             return func(args[0]).replace("torch.", "torch.cuda.")
-        elif func is torch.Tensor.cuda:
+        elif func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+class _CpuAsBoth(TorchFunctionMode):
+    """A GPU and its host for Megatron's offloaded optimizer, which asks each tensor where it is.
+
+    All are on the GPU, but for what `cpu()` gave and what was made of that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        on_host = bool(args) and id(args[0]) in self.host
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not on_host
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (on_host or func is torch.Tensor.cpu):
+            self.host[id(result)] = result
+        return result
 
 
 class _Inert:
@@ -131,6 +151,7 @@ def _megatron_stubs() -> list[tuple[Any, str, Any]]:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     def move_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if torch.is_tensor(tensor) and as_numpy else tensor
@@ -142,8 +163,15 @@ def _megatron_stubs() -> list[tuple[Any, str, Any]]:
         with _CudaToCpu():
             return recompute(*args)
 
+    divide = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def divide_redirected(*args: Any) -> Any:
+        with _CpuAsBoth():
+            return divide(*args)
+
     return [
         (random.CheckpointFunction, "backward", staticmethod(recompute_redirected)),
+        (HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", divide_redirected),
         (random, "_get_cuda_rng_state", lambda *_, **__: _cuda_generator.get_state()),
         (random, "_set_cuda_rng_state", lambda state, *_, **__: _cuda_generator.set_state(state)),
         # Experts that are cut (etp > 1) get other numbers of tokens from each rank.

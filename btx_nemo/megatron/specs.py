@@ -10,7 +10,7 @@ from typing import Any
 from btx_nemo.config.schema import RouterConfig
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.rope import plain_frequencies, scales_rope
-from btx_nemo.megatron.attention import gathered_keys_attention, plain_rope_attention, with_bias
+from btx_nemo.megatron.attention import gathered_keys_attention, local_attention, plain_rope_attention, with_bias
 from btx_nemo.megatron.compat import has_transformer_engine, with_linear_fc1, with_router
 from btx_nemo.megatron.norms import KeyNorm, PostNormAdd, QueryNorm, RMSNorm
 from btx_nemo.routers import router_class
@@ -44,6 +44,8 @@ def block_spec(
             kinds[kind] = _layer(model, router, *kind, transformer_engine, grouped)
             if documents or (context_parallel and not transformer_engine):
                 kinds[kind] = _with_core_attention(kinds[kind], gathered_keys_attention())
+            elif not transformer_engine:
+                kinds[kind] = _with_core_attention(kinds[kind], local_attention())
         specs.append(kinds[kind])
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=_norm(transformer_engine))
 

@@ -64,9 +64,14 @@ def on_first_rank(work: Callable[[], T]) -> T:
     return answer[0]
 
 
-def state_of(trainee: Trainee, progress: dict[str, Any], *, optimizer: bool, loading: bool) -> dict[str, Any]:
-    """What a checkpoint holds, as Megatron takes and fills it: tensors with their place in the whole. Collective."""
-    metadata = dict(METADATA)
+def state_of(
+    trainee: Trainee, progress: dict[str, Any], *, optimizer: bool, loading: bool, gather_on_first: bool = False
+) -> dict[str, Any]:
+    """What a checkpoint holds, as Megatron takes and fills it: tensors with their place in the whole. Collective.
+
+    With `gather_on_first` the optimizer's state is put together on the first data-parallel rank, not on all.
+    """
+    metadata: dict[str, Any] = {**METADATA, "distrib_optim_fully_reshardable_mem_efficient": gather_on_first}
     model = trainee.gpt.sharded_state_dict(metadata=metadata)
     # FP8 scales are all that Transformer Engine keeps here; local layers have the same keys, and nothing in some.
     model = {key: value for key, value in model.items() if not key.endswith(EXTRA_STATE)}
@@ -74,6 +79,8 @@ def state_of(trainee: Trainee, progress: dict[str, Any], *, optimizer: bool, loa
     if optimizer:
         parts = sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata)
         state["optimizer_parts"] = parts
+    if trainee.average is not None:
+        state["averages"] = trainee.average.sharded_state(model, loading=loading)
     return state
 
 
@@ -122,6 +129,8 @@ def load_checkpoint(folder: Path, trainee: Trainee, *, steps: int, verify: bool)
     trainee.scheduler.load_state_dict(state["scheduler"])
     if optimizer:
         load_optimizer_state(trainee.optimizer, state["optimizer_parts"], steps=trainee.scheduler.num_steps)
+    if trainee.average is not None:
+        trainee.average.load(state["averages"])
     return int(state["progress"]["step"]), state["progress"].get("watched", {})
 
 

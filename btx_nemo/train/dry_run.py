@@ -97,4 +97,5 @@ def _schedule(config: TrainConfig) -> str:
         f"lr {optim.lr:g} -> {optim.min_lr:g}{router}, {optim.decay}, warm-up {optim.warmup_steps} "
         f"{optim.schedule_unit}; AdamW ({optim.beta1:g}, {optim.beta2:g}), weight decay {optim.weight_decay:g}, "
         f"clip {optim.clip_grad:g}"
+        + (f"; averages of the weights, decay {config.ema.decay:g}" if config.ema.decay else "")
     )

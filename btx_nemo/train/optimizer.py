@@ -10,7 +10,7 @@ import torch
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
-from btx_nemo.megatron.compat import mend_mixed_dtypes
+from btx_nemo.megatron.compat import mend_mixed_dtypes, mend_offloaded_fp32, version_without_transformer_engine
 from btx_nemo.megatron.precision import optimizer_settings
 
 DECAYS = ("cosine", "linear", "constant", "wsd")
@@ -36,6 +36,8 @@ def check_optim(config: TrainConfig) -> None:
         raise UserError(f"optim.router_min_lr={optim.router_min_lr}: without optim.router_lr; give it as well")
     if optim.router_lr is not None and not 0 <= optim.router_lr < float("inf"):
         raise UserError(f"optim.router_lr={optim.router_lr}: must be a number that is not negative")
+    if not 0 <= optim.offload <= 1:
+        raise UserError(f"optim.offload={optim.offload}: must be a fraction between 0 and 1")
     router_lr, router_min_lr = router_rates(config)
     if not 0 <= router_min_lr <= router_lr:
         raise UserError(f"optim.router_min_lr={router_min_lr} must lie between 0 and optim.router_lr={router_lr}")
@@ -85,8 +87,8 @@ def build_optimizer(config: TrainConfig, wrapped: list[Any]) -> tuple[Any, Any]:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     optim = config.optim
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
+    with version_without_transformer_engine():
+        settings = OptimizerConfig(
             optimizer="adam",
             lr=optim.lr,
             min_lr=optim.min_lr,
@@ -97,11 +99,13 @@ def build_optimizer(config: TrainConfig, wrapped: list[Any]) -> tuple[Any, Any]:
             clip_grad=optim.clip_grad,
             use_distributed_optimizer=True,
             **optimizer_settings(config),
-        ),
-        wrapped,
-        config_overrides=_parameter_groups(config),
-    )
+            **_offload_settings(config.optim.offload),
+        )
+    # Megatron cuts this rank's part out of fp32 parameters; an offloaded optimizer takes no part with a history.
+    with torch.set_grad_enabled(not config.optim.offload):
+        optimizer = get_megatron_optimizer(settings, wrapped, config_overrides=_parameter_groups(config))
     mend_mixed_dtypes(optimizer)
+    mend_offloaded_fp32(optimizer)
     # Megatron counts in whatever `step` is given, here in optimizer steps: other units become parts of them.
     per_step = _units_per_step(config)
     end = optim.decay_steps / per_step if optim.decay_steps is not None else max(config.steps, 1)
@@ -121,6 +125,18 @@ def build_optimizer(config: TrainConfig, wrapped: list[Any]) -> tuple[Any, Any]:
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def _offload_settings(fraction: float) -> dict[str, Any]:
+    """Keywords of Megatron's OptimizerConfig for an optimizer of which a fraction is on the host."""
+    if not fraction:
+        return {}
+    return dict(
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=fraction,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        use_precision_aware_optimizer=True,  # as Megatron asks for: the optimizer keeps the main weights itself
+    )
 
 
 def _parameter_groups(config: TrainConfig) -> dict[Any, Any]:

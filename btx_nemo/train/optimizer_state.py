@@ -8,13 +8,11 @@ the layer below it, in which a key is a parameter's name in the whole model and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def sharded_optimizer_state(
@@ -24,60 +22,58 @@ def sharded_optimizer_state(
 
     `model_state` is the model's sharded state dict, whose tensors are the parameters themselves.
     """
-    for part in _parts(optimizer):
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+    for part in optimizers(optimizer):
         _allocate(part)
     # By number and not as a list: ranks differ in how many they have, and Megatron merges no lists of other lengths.
     state: dict[Any, Any] = {
         number: part.sharded_param_state_fully_reshardable(model_state, is_loading=loading, metadata=metadata)
-        for number, part in enumerate(_parts(optimizer))
+        for number, part in enumerate(optimizers(optimizer))
     }
     scale = _loss_scale_state(optimizer)
-    return {**state, "frozen": _of_frozen_experts(optimizer, model_state), **({"loss_scale": scale} if scale else {})}
+    frozen = [
+        make_sharded_optimizer_tensor(
+            piece, torch.zeros_like(piece.data, dtype=torch.float32), f"optimizer.state.{key}"
+        )
+        for piece in of_frozen_experts(optimizer, model_state)
+        for key in ("param", "exp_avg", "exp_avg_sq")
+    ]
+    return {**state, "frozen": dict(enumerate(frozen)), **({"loss_scale": scale} if scale else {})}
 
 
-def _of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> dict[int, Any]:
-    """Zeros in the place of frozen experts where others of their layer train. Collective.
+def of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> list[Any]:
+    """What `model_state` has of frozen experts, on this rank, where others of their layer train. Collective.
 
     A checkpoint has a layer's experts as one tensor, of which no part may be missing.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-    in_optimizer = {id(p) for part in _parts(optimizer) for buffer in part.buffers for p in buffer.param_index_map}
+    in_optimizer = {id(p) for part in optimizers(optimizer) for buffer in part.buffers for p in buffer.param_index_map}
     pieces = [v for v in nested_values(model_state) if isinstance(v, (ShardedTensor, ShardedTensorFactory))]
     trained: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(trained, {piece.key for piece in pieces if id(piece.data) in in_optimizer})
     keys = set().union(*trained)
-    frozen = [
-        p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad
-    ]
-    states = [
-        make_sharded_optimizer_tensor(
-            piece, torch.zeros_like(piece.data, dtype=torch.float32), f"optimizer.state.{key}"
-        )
-        for piece in frozen
-        for key in ("param", "exp_avg", "exp_avg_sq")
-    ]
-    return dict(enumerate(states))
+    return [p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad]
 
 
+@torch.no_grad()
 def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) -> None:
     """Takes what `sharded_optimizer_state` described and a checkpoint filled; `steps` is the number of steps taken."""
     for scaler in _scalers(optimizer):
         _set_loss_scale(scaler, states["loss_scale"])
-    for number, part in enumerate(_parts(optimizer)):
-        if not any(buffer.param_index_map for buffer in part.buffers):
-            continue  # nothing of it trains on this rank; Megatron's checkpoints keep no empty tables
-        moments = list(_torch_moments(part))
-        for moment in moments:  # Megatron looks for a tensor for every entry, and has none for the step counter
-            del moment["step"]
-        part.load_parameter_state_from_fully_reshardable(states[number])
-        for moment in moments:
-            moment["step"] = torch.tensor(float(steps))
-        if not moments:  # Apex and Transformer Engine count in the group
-            for group in part.optimizer.param_groups:
-                group["step"] = steps
+    for number, part in enumerate(optimizers(optimizer)):
+        for index, parameter, where in owned(part):
+            here = part._get_main_param_and_optimizer_states(parameter)
+            for key, whole in states[number][index].items():
+                here[key].copy_(whole.flatten()[where])
+        for inner in _inner(part):
+            for group in inner.param_groups:
+                if not _counts_by_weight(inner):
+                    group["step"] = steps
+                for weight in group["params"] if _counts_by_weight(inner) else ():
+                    inner.state[weight]["step"].fill_(steps)
 
 
 def agree_on_loss_scale(optimizer: Any) -> None:
@@ -123,21 +119,62 @@ def _all_parts(optimizer: Any) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def optimizers(optimizer: Any) -> list[Any]:
     """The distributed optimizers of this rank: one, one more for spread experts, none where all is frozen."""
     return [part for part in _all_parts(optimizer) if getattr(part, "optimizer", None) is not None]
 
 
+def owned(part: Any) -> Iterator[tuple[int, torch.nn.Parameter, slice]]:
+    """Each parameter that this rank updates: its number in the part, and which of its elements are this rank's."""
+    for number, parameter in enumerate(p for buffer in part.buffers for p in buffer.param_index_map):
+        if parameter in part.model_param_group_index_map:
+            where = part._get_model_param_range_map(parameter)["param"]
+            yield number, parameter, slice(where.start, where.end)
+
+
+def main_weight(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The fp32 weights that AdamW updates, flat: what `owned` says of the parameter."""
+    group, order = part.model_param_group_index_map[parameter]
+    mine = part.optimizer.param_groups[group]["params"][order]
+    return part.optimizer.param_to_inner_param[mine] if is_offloaded(part) else mine
+
+
+def is_offloaded(part: Any) -> bool:
+    """Whether it is Megatron's HybridDeviceOptimizer, which has a part of its weights and moments on the host."""
+    return hasattr(part.optimizer, "sub_optimizers")
+
+
+@torch.no_grad()
+def take_up(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Lets an offloaded optimizer go on from fp32 weights that changed outside of it; others hold these themselves."""
+    for part in filter(is_offloaded, optimizers(optimizer)):
+        for parameter in parameters:
+            if parameter in part.model_param_group_index_map:
+                where = part._get_model_param_range_map(parameter)["param"]
+                main_weight(part, parameter).copy_(parameter.flatten()[where.start : where.end])
+
+
+def _inner(part: Any) -> list[Any]:
+    """Those that take the steps: on the host and on the device, or the only one."""
+    return part.optimizer.sub_optimizers if is_offloaded(part) else [part.optimizer]
+
+
 def _allocate(part: Any) -> None:
     """What AdamW does at its first step: an optimizer that took none has nothing to save, nor a place to load to."""
-    part.init_state_fn(part.optimizer, part.config)
-    for moment in _torch_moments(part):
-        moment.setdefault("step", torch.tensor(0.0))
+    for inner in _inner(part):
+        for group in inner.param_groups:
+            for weight in group["params"]:
+                state = inner.state[weight]
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(moment, torch.zeros_like(weight.data))
+                if _counts_by_weight(inner):
+                    where = weight.device if group.get("fused") else "cpu"
+                    state.setdefault("step", torch.zeros((), device=where))
+    if is_offloaded(part):
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def _torch_moments(part: Any) -> Iterator[dict[str, Any]]:
-    """State of each parameter in torch's AdamW, which Megatron uses where Apex and Transformer Engine are absent."""
-    if isinstance(part.optimizer, _TORCH_ADAM):
-        for group in part.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield part.optimizer.state[parameter]
+def _counts_by_weight(inner: Any) -> bool:
+    """Whether it is torch's AdamW, which Megatron takes where Apex and Transformer Engine are absent, and on the host:
+    it counts steps by the weight, and not by the group."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))

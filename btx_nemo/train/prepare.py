@@ -22,6 +22,7 @@ from btx_nemo.megatron.model import RECOMPUTATION
 from btx_nemo.megatron.parallel import check_batch, check_layout, world_size
 from btx_nemo.megatron.precision import Device
 from btx_nemo.megatron.preflight import check_precision
+from btx_nemo.train.average import check_ema
 from btx_nemo.train.checkpoint import LATEST, complete_checkpoints
 from btx_nemo.train.contents import Content, blend_of, contents_of
 from btx_nemo.train.data_record import check_data_record
@@ -36,7 +37,7 @@ from btx_nemo.train.watch import check_robust
 
 MAY_CHANGE = (*NO_EFFECT, "out")
 """Keys that a resumed run may change."""
-KERNEL_KEYS = tuple(f"moe.{key}" for key in KERNELS)
+KERNEL_KEYS = (*(f"moe.{key}" for key in KERNELS), "optim.offload")
 """So are these."""
 
 
@@ -80,6 +81,7 @@ def prepare(config: TrainConfig) -> Prepared:
     if config.checkpoint.keep < 1:
         raise UserError(f"checkpoint.keep={config.checkpoint.keep}: must be 1 or more")
     check_optim(config)
+    check_ema(config)
     check_robust(config)
     check_log(config)
     source = _source(config)

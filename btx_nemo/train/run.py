@@ -229,8 +229,9 @@ class Run:
         """Exports when asked, then writes DONE: a killed run that lacks it does this again. The other ranks go home."""
         if self.first:
             if self.config.export:
-                export = self.out / "hf"
-                if export.exists():  # of a run that was killed between the export and DONE
-                    shutil.rmtree(export)
-                self.report.say(f"{export}: {export_hf(self.out, export)}")
+                for name in ("hf", "hf-ema") if self.config.ema.decay else ("hf",):
+                    export = self.out / name
+                    if export.exists():  # of a run that was killed between the export and DONE
+                        shutil.rmtree(export)
+                    self.report.say(f"{export}: {export_hf(self.out, export, ema=name == 'hf-ema')}")
             write_file(self.out / "DONE", json.dumps({"step": self.config.steps}) + "\n")

@@ -66,7 +66,8 @@ class Saver:
         self.finish()
         optimizer = self.config.optimizer or not last
         partial = on_first_rank(lambda: self._make_room(progress["step"]))
-        state = state_of(trainee, progress, optimizer=optimizer, loading=False)
+        first = self.config.gather_on_first
+        state = state_of(trainee, progress, optimizer=optimizer, loading=False, gather_on_first=first)
         with _full_disk_named(partial, all_ranks=True):
             request = planned_save(state, str(partial), dict(METADATA), Handed())
             arguments = list(request.async_fn_args)

@@ -8,6 +8,7 @@ from btx_nemo.config.schema import TrainConfig
 from btx_nemo.megatron.load import load_weights
 from btx_nemo.megatron.model import build_model, chunks
 from btx_nemo.megatron.precision import Device, transformer_settings
+from btx_nemo.train.average import Average
 from btx_nemo.train.dropout import install_dropout
 from btx_nemo.train.freeze import freeze
 from btx_nemo.train.optimizer import build_optimizer
@@ -57,4 +58,5 @@ def build_trainee(config: TrainConfig, source: ModelSource, *, documents: bool =
     transformer_config.finalize_model_grads_func = finalize_model_grads
     optimizer, scheduler = build_optimizer(config, wrapped)
     transformer_config.grad_scale_func = optimizer.scale_loss
-    return Trainee(gpt=gpt, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler)
+    average = Average(config.ema.decay, optimizer) if config.ema.decay else None
+    return Trainee(gpt=gpt, wrapped=wrapped, optimizer=optimizer, scheduler=scheduler, average=average)

@@ -19,7 +19,8 @@ from btx_nemo.megatron.documents import forward_masks
 from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
-from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least
+from btx_nemo.train.average import Average
+from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least, take_up
 from btx_nemo.train.routing import routers
 
 
@@ -58,6 +59,8 @@ class Trainee:
     """The same in Megatron's DistributedDataParallel, a virtual pipeline stage each."""
     optimizer: Any
     scheduler: Any
+    average: Average | None = None
+    """Of the weights, where the run keeps one."""
 
 
 @dataclass
@@ -209,6 +212,9 @@ def train_step(
         trainee.scheduler.step(increment=1)
         for router in routers(trainee.gpt):
             router.after_step()
+        take_up(trainee.optimizer, (p for router in routers(trainee.gpt) for p in router.parameters()))
+        if trainee.average is not None:
+            trainee.average.update(trainee.scheduler.num_steps)
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,

@@ -73,7 +73,9 @@ def test_recomputation_and_flash_save_what_they_should() -> None:
     assert activations(shape, setup(layout, 1, recompute="full"), 0) < 0.25 * full
     without = activations(shape, setup(layout, 1, seq_length=512, flash=True), 0)
     scores = activations(shape, setup(layout, 1, seq_length=512), 0) - without
-    assert scores == 8 * (4 * 4 * 2 * 512**2 + 512**2)  # layers x (fp32 x heads x batch x S^2, and the mask)
+    assert scores == 8 * 4 * 4 * 2 * 512**2  # layers x fp32 x heads x batch x S^2
+    documents = activations(shape, setup(layout, 1, seq_length=512, flash=True, documents=True), 0)
+    assert documents - without == scores + 2 * 512**2  # batch x S^2
 
 
 def test_the_first_stage_holds_more_micro_batches() -> None:
@@ -81,6 +83,21 @@ def test_the_first_stage_holds_more_micro_batches() -> None:
     held = [activations(model(vocab_size=64), setup(layout, 4, microbatches=8), stage) for stage in range(3)]
     assert held == [4 * held[2] // 2, 3 * held[2] // 2, held[2]]
     assert activations(model(), setup(layout, 4, microbatches=1), 0) == held[2] // 2
+
+
+@pytest.mark.parametrize(("precision", "main"), [("fp32", 0), ("bf16", 4)])
+def test_an_average_and_an_optimizer_on_the_host(precision: str, main: int) -> None:
+    """Bytes a parameter of two data-parallel ranks: moments, main weights, average; gradients as well on the host."""
+    shape, layout = model(), LayoutConfig()
+    plain, averaged, half, whole = (
+        memory(shape, setup(layout, 2, precision=precision, ema=ema, offload=offload), 0)
+        for ema, offload in ((False, 0.0), (True, 0.0), (True, 0.5), (True, 1.0))
+    )
+    assert 2 * plain.optimizer == (8 + main) * plain.parameters and plain.host == 0
+    assert 2 * averaged.optimizer == (12 + main) * plain.parameters
+    assert (half.optimizer, half.host) == (averaged.optimizer // 2, 10 * plain.parameters // 2)
+    assert (whole.optimizer, whole.host) == (0, 10 * plain.parameters)
+    assert whole.total == plain.total - plain.optimizer
 
 
 @pytest.mark.slow
@@ -98,6 +115,9 @@ def test_the_first_stage_holds_more_micro_batches() -> None:
         (2, "--cp 2"),
         (2, "--pp 2 --vpp 2"),
         (2, "--etp 2 --moe"),
+        (1, "--precision bf16 --ema --offload 0.7"),
+        (1, "--documents"),
+        (2, "--ep 2 --moe --precision bf16 --save"),
     ],
 )
 def test_measured_processes(count: int, arguments: str) -> None:

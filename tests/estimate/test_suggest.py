@@ -135,6 +135,11 @@ def folder(tmp_path: Path) -> Path:
 def test_the_command(commands: CommandServer, folder: Path) -> None:
     ended = commands.run("plan", folder, "--tp", "2", "--gpus", "4", "--seq-length", "2048")
     assert ended.code == 0 and "optimizer" in ended.out and "FLOP a step of 2,097,152 tokens" in ended.out
+    assert "a save takes " in ended.out
+    assert (
+        ended.out
+        != commands.run("plan", folder, *["--tp", "2", "--gpus", "4", "--seq-length", "2048"], "--documents").out
+    )
     ended = commands.run("plan", folder, *["--pp", "2", "--vpp", "11", "--cp", "2", "--recompute", "selective"])
     assert ended.code == 0 and "a rank of tp=1 pp=2 vpp=11 cp=2 ep=1, 4 ranks" in " ".join(ended.out.split())
     ended = commands.run("plan", folder, "--gpus", "8", "--memory-gib", "40")

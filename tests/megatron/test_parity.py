@@ -64,14 +64,23 @@ def test_dense_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks_wanted"), [({}, 1), ({"tp": 2, "ep": 2}, 2), ({"tp": 2, "pp": 2, "ep": 2}, 4)]
+    ("layout", "ranks_wanted"),
+    [
+        ({}, 1),
+        ({"tp": 2, "ep": 2}, 2),
+        ({"tp": 2, "pp": 2, "ep": 2}, 4),
+        ({"cp": 2}, 2),
+        ({"tp": 2, "pp": 2, "vpp": 2}, 4),
+    ],
 )
 def test_mixture_logits_equal_transformers(
     ranks: RankPool, mixtral: Path, layout: dict[str, int], ranks_wanted: int
 ) -> None:
     tokens = probe_tokens()
     expected = hf_logits(mixtral, tokens)
-    for result in ranks.run(jobs.logits, str(mixtral), layout, tokens, ranks=ranks_wanted):
+    found = ranks.run(jobs.logits, str(mixtral), layout, tokens, ranks=ranks_wanted)
+    assert sum(result is not None for result in found) == ranks_wanted // layout.get("pp", 1)
+    for result in found:
         if result is not None:
             torch.testing.assert_close(result, expected, atol=1e-4, rtol=0)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from btx_testing import train_jobs
 from btx_testing.commands import CommandServer, ok
+from btx_testing.pool import RankPool
 from btx_testing.runs import TinyWorld, metrics, saved_step, weights
 from megatron.core.dist_checkpointing.strategies import common
 
@@ -142,6 +144,25 @@ def test_weights_alone_at_the_end(world: TinyWorld, commands: CommandServer, who
     ended = commands.run(*world.arguments("tiny_mix", out))
     assert ended.code == 2 and "has weights alone" in ended.err and ended.err.count("\n") == 1
     ok(commands.run(*world.arguments("tiny_mix", tmp_path / "next", init_from=out, steps=2, optim__warmup_steps=0)))
+
+
+def test_gathered_on_the_first_rank_it_is_the_same(
+    world: TinyWorld, commands: CommandServer, ranks: RankPool, whole_pair: Path, tmp_path: Path
+) -> None:
+    """File by file; the second of two data-parallel ranks holds nothing of the optimizer, and the first no more."""
+    held = [
+        ranks.run(train_jobs.optimizer_state_to_save, str(world.dense), {}, on_first, ranks=2)
+        for on_first in (False, True)
+    ]
+    assert held[0][0] == held[0][1] == held[1][0] > 0 == held[1][1]
+    out = tmp_path / "run"
+    for ended in commands.run_ranks(
+        2, *world.arguments("tiny_mix", out, layout__ep=2, checkpoint__gather_on_first=True)
+    ):
+        ok(ended)
+    theirs = whole_pair / "checkpoints" / "step_00000012"
+    for path in theirs.glob("*.distcp"):
+        assert path.read_bytes() == (out / "checkpoints" / "step_00000012" / path.name).read_bytes()
 
 
 def test_what_cannot_be_removed_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
