@@ -297,22 +297,22 @@ def test_only_the_first_training_has_a_start_of_its_own(runs: Path) -> None:
 def test_what_makes_an_input_is_known_by_any_of_its_names(runs: Path) -> None:
     """Through `..`, a link to the folder of runs, and where an output is itself a link."""
     (runs.parent / "link").symlink_to(runs)
-    for name in ("a", "code"):
-        (runs.parent / name).mkdir()
+    (runs.parent / "a").mkdir()
     (runs / "expert-law").symlink_to(runs / "seed")
-    names = (runs, runs / "mix" / ".." / ".." / runs.name, runs.parent / "link", runs.parent / "a" / ".." / "link")
-    for given in names:
-        for other in names:
-            word = f"experts.code.set.init_from='{other}/expert-math/hf'"
-            jobs = pipeline("math", "code", "law", word, "until=mix", runs=given, config="pipeline")
-            assert after(jobs) == {
-                **{"expert-math": (), "expert-code": ("expert-math",), "expert-law": ()},
-                "mix": ("expert-math", "expert-code", "expert-law"),
-            }
-            with pytest.raises(UserError, match="pair-math: starts from .*, which mix makes"):
-                pipeline("anchor_training=null", f"anchor='{other}/mix'", runs=given)
+    names = (runs / "mix" / ".." / ".." / runs.name, runs.parent / "link", runs.parent / "a" / ".." / "link")
+    for given, other in [(runs, runs), *((runs, name) for name in names), *((name, runs) for name in names)]:
+        words = ("math", "code", "law", f"experts.code.set.init_from='{other}/expert-math/hf'", "until=mix")
+        jobs = pipeline(*words, runs=given, config="pipeline")
+        assert after(jobs) == {
+            "expert-math": (),
+            "expert-code": ("expert-math",),
+            "expert-law": (),
+            "mix": ("expert-math", "expert-code", "expert-law"),
+        }
+        with pytest.raises(UserError, match=r"pair-math: starts from .*, which mix makes"):
+            pipeline("anchor_training=null", f"anchor='{other}/mix'", runs=given)
     (runs / "expert-math").symlink_to(runs.parent / "a")
-    assert after(jobs) == after(pipeline("math", "code", "law", word, "until=mix", runs=given, config="pipeline"))
+    assert after(jobs) == after(pipeline(*words, runs=given, config="pipeline"))
 
 
 def test_a_pipeline_in_a_folder_of_one_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,9 +322,7 @@ def test_a_pipeline_in_a_folder_of_one_s_own(runs: Path, capsys: pytest.CaptureF
     (own / "bad.yaml").write_text("defaults: [pipeline, _self_]\nexpert: {stages: {null: {}}}\n")
     submit([], config_name="pipeline_tiny", config_path=str(own), runs=runs, dry_run=True)
     assert "# expert-prose: new" in capsys.readouterr().out
-    with pytest.raises(
-        UserError, match=r"bad.yaml: Incompatible key type .* expert.stages .*; put quotes around a key"
-    ):
+    with pytest.raises(UserError, match=r"bad.yaml: Incompatible key type .* expert.stages .*; put quotes around"):
         submit(["math"], config_name="bad", config_path=str(own), runs=runs)
 
 
