@@ -15,8 +15,8 @@ from btx_nemo.errors import UserError
 from btx_nemo.launch import cancel as cancelling
 from btx_nemo.launch import slurm, state, status
 from btx_nemo.launch.cancel import cancel
-from btx_nemo.launch.logs import last_words, show_logs
 from btx_nemo.launch.identity import made_path
+from btx_nemo.launch.logs import last_words, show_logs
 from btx_nemo.launch.losses import losses
 from btx_nemo.launch.state import Submitted, save_pipeline, save_submitted
 from btx_nemo.launch.status import Row, rows, show_status
