@@ -15,9 +15,9 @@ def inspect_checkpoint(folder: str | Path, *, checksums: bool = False) -> dict[s
     """Facts of a Hugging Face folder, a mixture, a Megatron checkpoint or a run directory (its latest checkpoint).
 
     Keys: path, kind, family, dtype, bytes, parameters {total, active, parts}, model (the architecture), moe (experts
-    with their origin, top_k, router) or None, training (step, optimizer state) or None, tokenizer, made_by (manifest)
-    or None, sources (name -> path, layout_sha256) of what it was made of. JSON values only. With `checksums` every file
-    is compared with the manifest's, and `checksums` says how many were.
+    with their origin, top_k, router) or None, training (step, optimizer state, number of averages) or None, tokenizer,
+    made_by (manifest) or None, sources (name -> path, layout_sha256) of what it was made of. JSON values only. With
+    `checksums` every file is compared with the manifest's, and `checksums` says how many were.
     Raises UserError when the folder is not complete, or is none of these, or a file differs from its checksum.
     """
     from btx_nemo.families.parameters import count_parameters
@@ -112,6 +112,7 @@ def _training(folder: Path, source: Any, manifest: Mapping[str, Any] | None) -> 
     facts: dict[str, Any] = {
         "step": (manifest or {}).get("step"),
         "optimizer_state": any(key.startswith(("optimizer", "chained_")) for key in source.reader.training_state),
+        "averages": len(source.reader.averages),
     }
     if (folder / "latest").exists():
         facts["run"] = str(folder)
@@ -144,7 +145,8 @@ def print_inspection(facts: Mapping[str, Any]) -> None:
         state = "with" if training["optimizer_state"] else "without"
         step = "weights only" if training["step"] is None else f"step {training['step']}"
         finished = {True: ", finished", False: ", not finished", None: ""}[training.get("finished")]
-        print(f"training: {step}, {state} optimizer state{finished}")
+        averages = f", averages of {training['averages']} tensors" if training["averages"] else ""
+        print(f"training: {step}, {state} optimizer state{averages}{finished}")
     if "checksums" in facts:
         held = f"{facts['checksums']} files are as they were written" if facts["checksums"] else "the manifest has none"
         print(f"checksums: {held}")

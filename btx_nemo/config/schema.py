@@ -153,7 +153,8 @@ class CheckpointConfig:
     have both, as a run resumes from them."""
     gather_on_first: bool = False
     """Put the optimizer's state together on the first data-parallel rank alone, over gloo, and not on all of them: the
-    others need no memory for it while a checkpoint is saved, which is the same to the byte, but can take longer."""
+    others need no memory for it while a checkpoint is saved, which is the same to the byte, but can take longer. A run
+    that resumes has all of it on every rank."""
     verify: bool = False
     """Compare every file with its checksum before a run resumes from it; sizes are compared always."""
 
@@ -289,7 +290,7 @@ NO_EFFECT = (
     "recompute_modules",
 )
 """Keys of TrainConfig that change nothing in what is computed."""
-KERNELS = ("dispatcher", "experts")
-"""Keys of `TrainConfig.moe` that say how, and not what, is computed."""
+SAME_RESULT = ("moe.dispatcher", "moe.experts", "optim.offload")
+"""Settings inside other keys that say how, and not what, is computed."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 """What `recompute_modules` may name."""

@@ -33,13 +33,14 @@ def add_conversions(command: Callable) -> None:
     sub.add_argument("assignments", nargs="+", metavar="KEY=VALUE", help=_EXPORT + _COMMON)
     _add_flag(sub, "verify=false", "--no-verify")
     _add_flag(sub, "allow_inexact=true", "--allow-inexact")
-    _add_flag(sub, "ema=true", "--ema")
+    _add_flag(sub, "ema=true", "--ema", ": the averages of the weights in place of these")
     text, same = "the same as target=MODEL_TYPE", "target={}".format
     sub.add_argument("--target", dest="flags", action="append", type=same, metavar="MODEL_TYPE", help=text)
 
 
-def _add_flag(sub: argparse.ArgumentParser, assignment: str, flag: str) -> None:
-    sub.add_argument(flag, dest="flags", action="append_const", const=assignment, help=f"the same as {assignment}")
+def _add_flag(sub: argparse.ArgumentParser, assignment: str, flag: str, what: str = "") -> None:
+    text = f"the same as {assignment}{what}"
+    sub.add_argument(flag, dest="flags", action="append_const", const=assignment, help=text)
 
 
 def add_verify(command: Callable) -> None:

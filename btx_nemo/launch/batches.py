@@ -15,9 +15,6 @@ from btx_nemo.launch.decide import Todo
 from btx_nemo.launch.identity import made_path, moving
 from btx_nemo.launch.options import without_dependencies
 
-LARGEST = 1000
-"""Tasks of an array: Slurm's own limit, MaxArraySize, is 1001 where a site has not set it."""
-
 
 @dataclass(frozen=True)
 class Submission:
@@ -72,13 +69,15 @@ def batches(todos: Sequence[Todo]) -> list[Batch]:
     open_ones = {todo.job.name for todo in todos if todo.action != "done"}
     alike: dict[object, list[Batch]] = {}
     made: list[Batch] = []
+    largest = 0
     for todo in todos:
         job = todo.job
         if todo.action == "run":
             after = tuple(name for name in job.after if name in open_ones)
             first_stage = job.script == "train_expert.sh" and "." not in job.name
             same = alike.setdefault((job.args[1:], job.options, after) if first_stage else job.name, [])
-            if not same or len(same[-1].todos) == LARGEST:
+            largest = largest or (slurm.largest_array() if same else 0)
+            if not same or len(same[-1].todos) == largest:
                 same.append(Batch([], after))
                 made.append(same[-1])
             same[-1].todos.append(todo)

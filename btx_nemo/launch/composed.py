@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from btx_nemo.config.load import load
-from btx_nemo.config.schema import KERNELS, NO_EFFECT
+from btx_nemo.config.schema import NO_EFFECT, SAME_RESULT
 from btx_nemo.errors import UserError
 from btx_nemo.launch.settings import READERS
 
-LEFT_OUT = (*NO_EFFECT, *(f"moe.{key}" for key in KERNELS), "out", "init_from", "seed", "experts", "missing", "workers")
+LEFT_OUT = (*NO_EFFECT, *SAME_RESULT, "out", "init_from", "seed", "experts", "missing", "workers")
 """What changes no result, and what names inputs and places."""
 DATA = "data.path"
 """The data are wherever BTX_DATA says; the setting counts where it was given."""

@@ -167,7 +167,7 @@ def _experts(config: PipelineConfig, at: Places) -> Iterator[Job]:
                 stage = merged(merged(config.expert, shared or StageConfig()), own)
                 yield _expert(f"{domain}.{name}", stage, at, start, before)
                 before = f"expert-{domain}.{name}"
-                start = at.runs / before
+                start = _result(at.runs / before, stage)
         yield _expert(domain, merged(config.expert, expert), at, start, before)
 
 
@@ -192,6 +192,11 @@ def _expert(words: str, stage: StageConfig, at: Places, start: Path, before: str
     return _training(f"expert-{words}", "train_expert.sh", (words,), stage, at, inputs=inputs, after=(*DATA, before))
 
 
+def _result(run: Path, stage: StageConfig) -> Path:
+    """What a training leaves for those after it: its export, or the run itself where that is left out."""
+    return run if stage.set.get("export") is False else run / "hf"
+
+
 def _start(stage: StageConfig, otherwise: Path) -> Path:
     """What a training starts from."""
     given = stage.set.get("init_from", otherwise)
@@ -199,7 +204,10 @@ def _start(stage: StageConfig, otherwise: Path) -> Path:
 
 
 def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterator[Job]:
-    experts = [f"expert-{domain}" for domain in config.experts]
+    experts = {
+        f"expert-{domain}": _result(at.runs / f"expert-{domain}", merged(config.expert, expert))
+        for domain, expert in config.experts.items()
+    }
     mix = at.runs / "mix"
     yield Job(
         name="mix",
@@ -208,7 +216,7 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
         options=options(config.mix),
         out=mix,
         done=mix,
-        inputs={"seed": at.anchor} | {name: at.runs / name for name in experts},
+        inputs={"seed": at.anchor} | experts,
         after=(*DATA, "seed", "anchor", *experts),
     )
     last = "mix"

@@ -22,7 +22,7 @@ import yaml
 from btx_nemo.checkpoints.atomic import write_file
 from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST
-from btx_nemo.config.schema import NO_EFFECT
+from btx_nemo.config.schema import NO_EFFECT, SAME_RESULT
 from btx_nemo.errors import UserError
 from btx_nemo.launch.composed import composed, override
 
@@ -112,7 +112,7 @@ class Made:
     def changed_settings(self, now: Made) -> list[str]:
         """Settings that differ, as "key=then, now this"; the order of the experts is one, which a mixture keeps."""
         then, present = self.settings, now.settings
-        keys = {*then, *present}
+        keys = {*then, *present} - {*SAME_RESULT}  # which records of old have
         if self.composed is not None and now.composed is not None:
             then, present = self.composed, now.composed
             keys = {*then} & {*present}  # a version that has a new setting did the same without it
@@ -125,11 +125,11 @@ class Made:
 
 
 def settings(arguments: Sequence[str]) -> dict[str, str]:
-    """The arguments of a script that change its result: without the words, which name inputs, and `NO_EFFECT`."""
+    """The arguments of a script that change its result: without the words, which name inputs, and what changes none."""
     chosen = {}
     for argument in arguments:
         key, equals, value = argument.lstrip("+").partition("=")
-        if equals and key.partition(".")[0] not in (*NO_EFFECT, *INPUTS):
+        if equals and key not in SAME_RESULT and key.partition(".")[0] not in (*NO_EFFECT, *INPUTS):
             chosen[key] = _plain(value)
         elif argument.startswith("~"):
             chosen[argument] = ""

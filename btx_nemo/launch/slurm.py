@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -25,6 +26,8 @@ ENDED = (
 )
 """States that a job does not leave by itself."""
 GONE = ("invalid job id", "invalid job array")
+LARGEST_ARRAY = 1001
+"""MaxArraySize where a site has not set it."""
 PATIENCE = 120
 """Seconds until a command of Slurm is given up."""
 SETTINGS = ("SLURM_", "SQUEUE_", "SCANCEL_", "SCONTROL_", "SINFO_")
@@ -188,6 +191,17 @@ def sbatch(line: Sequence[str], name: str, extra: Mapping[str, str]) -> str:
     if not re.fullmatch(r"\d+(;\S+)?", last, re.ASCII):
         raise UserError(f"sbatch printed no job id for {name}, but {result.stdout.strip()[-200:]!r}")
     return last.partition(";")[0]
+
+
+def largest_array() -> int:
+    """How many tasks an array may have; Slurm's default where it does not say."""
+    with contextlib.suppress(OSError, EnvironmentLacks):
+        found = re.search(
+            r"^MaxArraySize\s*=\s*(\d+)\s*$", _run(["scontrol", "show", "config"]).stdout, re.M | re.ASCII
+        )
+        if found:
+            return max(int(found[1]), 1)  # at 0 there are none
+    return LARGEST_ARRAY
 
 
 def scancel(ids: Iterable[str]) -> None:

@@ -78,13 +78,18 @@ def mark_experts(gpt: Any) -> None:
                 parameter.allreduce = False
 
 
+def chained(optimizer: Any) -> list[Any]:
+    """Megatron's optimizers on this rank, those without a parameter too: it chains them only where they are several."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
 def mend_mixed_dtypes(optimizer: Any) -> None:
     """Corrects where Megatron's distributed optimizer looks for a parameter's state when a group has two dtypes.
 
     It puts a group's fp32 parameters (our routers) before the main copies of the others, but remembers the order in
     which they lie in the buffers; a checkpoint would then get one parameter's moments under another's name.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in chained(optimizer):
         for index, fp32 in enumerate(getattr(part, "model_fp32_groups", [])):
             for order, parameter in enumerate([*fp32, *part.model_float16_groups[index]]):
                 part.model_param_group_index_map[parameter] = (index, order)
@@ -96,7 +101,7 @@ def mend_offloaded_fp32(optimizer: Any) -> None:
     It takes gradients from where Megatron puts them, `decoupled_grad`, only for parameters that have an fp32 copy;
     others would never move. So each of them is called its own copy.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in chained(optimizer):
         hybrid: Any = getattr(part, "optimizer", None)
         for weight, inner in getattr(hybrid, "param_to_inner_param", {}).items():
             if weight is inner:

@@ -7,6 +7,7 @@ since a bf16 weight does not show a small step. Each rank has the average of wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from btx_nemo.checkpoints.torch_dist import AVERAGES
 from btx_nemo.config.schema import TrainConfig
 from btx_nemo.errors import UserError
 from btx_nemo.megatron.platform import device
-from btx_nemo.train.optimizer_state import main_weight, of_frozen_experts, optimizers, owned
+from btx_nemo.train.optimizer_state import main_weight, optimizers, owned
 
 
 def check_ema(config: TrainConfig) -> None:
@@ -41,20 +42,22 @@ class Average:
         if self._averages:
             torch._foreach_lerp_(self._averages, self._weights, (1 - self.decay) / (1 - self.decay**steps))
 
-    def sharded_state(self, model_state: dict[str, Any], *, loading: bool) -> dict[int, Any]:
+    def sharded_state(self, model_state: dict[str, Any], frozen: Sequence[Any], *, loading: bool) -> dict[int, Any]:
         """ShardedTensors of the averages, whole, as Megatron's checkpoints take and fill them. Collective.
 
-        `model_state` is the model's sharded state dict, whose tensors are the parameters themselves. A frozen expert of
-        a layer in which others train has a place, too, and is its own average: a checkpoint has them as one tensor.
+        To be saved, only the first of the data-parallel ranks, which writes them, has them; to be loaded, all.
+        `model_state` is the model's sharded state dict, whose tensors are the parameters themselves, and `frozen` what
+        `of_frozen_experts` says of it: each of these is its own average.
         """
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
         pieces = {id(getattr(piece, "data", None)): piece for piece in nested_values(model_state)}
         state = [(pieces[id(p)], self._whole(part, p, loading)) for part, p in self._parameters()]
-        state += [(piece, piece.data.detach().float()) for piece in of_frozen_experts(self.optimizer, model_state)]
+        state += [(piece, piece.data.detach().cpu().float()) for piece in frozen]
         prefix = AVERAGES.removesuffix(".")
-        return dict(enumerate(make_sharded_optimizer_tensor(piece, whole, prefix) for piece, whole in state))
+        there = [(piece, whole) for piece, whole in state if whole is not None]
+        return dict(enumerate(make_sharded_optimizer_tensor(piece, whole, prefix) for piece, whole in there))
 
     @torch.no_grad()
     def load(self, states: dict[int, Any]) -> None:
@@ -69,13 +72,14 @@ class Average:
         parts = optimizers(self.optimizer)
         return [(part, parameter) for part in parts for buffer in part.buffers for parameter in buffer.param_index_map]
 
-    def _whole(self, part: Any, parameter: torch.nn.Parameter, loading: bool) -> torch.Tensor:
-        """The average of a parameter, put together from the ranks that share it, on the host."""
+    def _whole(self, part: Any, parameter: torch.nn.Parameter, loading: bool) -> torch.Tensor | None:
+        """The average of a parameter, put together on the host of the first of the ranks that share it."""
         if loading:
             return torch.empty(parameter.shape, dtype=torch.float32)
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=device())
         if parameter in self._held:
             where, mine = self._held[parameter]
             whole[where] = mine.to(whole.device)
-        dist.all_reduce(whole.view(torch.int32), group=part.data_parallel_group)  # each bit is of one rank: exact
-        return whole.view(parameter.shape).cpu()
+        first = dist.get_process_group_ranks(part.data_parallel_group)[0]
+        dist.reduce(whole.view(torch.int32), first, group=part.data_parallel_group)  # each bit is of one rank: exact
+        return whole.view(parameter.shape).cpu() if dist.get_rank() == first else None

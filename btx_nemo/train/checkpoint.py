@@ -16,7 +16,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.families.source import find_checkpoint
 from btx_nemo.megatron.load import METADATA
 from btx_nemo.megatron.platform import device
-from btx_nemo.train.optimizer_state import load_optimizer_state, sharded_optimizer_state
+from btx_nemo.train.optimizer_state import load_optimizer_state, of_frozen_experts, sharded_optimizer_state
 from btx_nemo.train.step import Trainee
 
 LATEST = "latest"
@@ -76,11 +76,12 @@ def state_of(
     # FP8 scales are all that Transformer Engine keeps here; local layers have the same keys, and nothing in some.
     model = {key: value for key, value in model.items() if not key.endswith(EXTRA_STATE)}
     state = {"model": model, "scheduler": trainee.scheduler.state_dict(), "progress": progress}
+    frozen = of_frozen_experts(trainee.optimizer, model)
     if optimizer:
-        parts = sharded_optimizer_state(trainee.optimizer, model, loading=loading, metadata=metadata)
+        parts = sharded_optimizer_state(trainee.optimizer, model, frozen, loading=loading, metadata=metadata)
         state["optimizer_parts"] = parts
     if trainee.average is not None:
-        state["averages"] = trainee.average.sharded_state(model, loading=loading)
+        state["averages"] = trainee.average.sharded_state(model, frozen, loading=loading)
     return state
 
 

@@ -27,7 +27,9 @@ def check_data_record(out: Path, config: TrainConfig) -> None:
     """Raises UserError when the run in `out` was started on other data: the order would be another from then on."""
     if not (out / RECORD).exists():
         return
-    then, now = read_json(out / RECORD), _facts(config)
+    now = _facts(config)
+    # Versions before kept all of meta.json, and domains for validation too.
+    then = {domain: _kept(meta) for domain, meta in read_json(out / RECORD).items() if _trained(domain, meta, now)}
     for domain in [*then, *(name for name in now if name not in then)]:
         if then.get(domain) != now.get(domain):
             raise UserError(
@@ -38,7 +40,15 @@ def check_data_record(out: Path, config: TrainConfig) -> None:
 
 def _facts(config: TrainConfig) -> dict[str, Any]:
     metas = {domain: load_meta(Path(config.data.path), domain) for domain in blend_of(config)[0]}
-    return {domain: {key: meta[key] for key in KEPT if key in meta} for domain, meta in metas.items()}
+    return {domain: _kept(meta) for domain, meta in metas.items()}
+
+
+def _kept(meta: Any) -> Any:
+    return {key: meta[key] for key in KEPT if key in meta} if isinstance(meta, dict) else meta
+
+
+def _trained(domain: str, meta: Any, now: dict[str, Any]) -> bool:
+    return domain in now or not isinstance(meta, dict) or "sources" not in meta
 
 
 def _text(meta: Any) -> str:

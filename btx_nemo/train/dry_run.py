@@ -93,9 +93,10 @@ def _layout(config: TrainConfig) -> str:
 def _schedule(config: TrainConfig) -> str:
     optim = config.optim
     router = f", routers {optim.router_lr:g}" if optim.router_lr is not None else ""
+    on_host = f", {optim.offload:.0%} of it on the host" if optim.offload else ""
     return (
         f"lr {optim.lr:g} -> {optim.min_lr:g}{router}, {optim.decay}, warm-up {optim.warmup_steps} "
-        f"{optim.schedule_unit}; AdamW ({optim.beta1:g}, {optim.beta2:g}), weight decay {optim.weight_decay:g}, "
-        f"clip {optim.clip_grad:g}"
+        f"{optim.schedule_unit}; AdamW ({optim.beta1:g}, {optim.beta2:g}){on_host}, weight decay "
+        f"{optim.weight_decay:g}, clip {optim.clip_grad:g}"
         + (f"; averages of the weights, decay {config.ema.decay:g}" if config.ema.decay else "")
     )

@@ -8,19 +8,22 @@ the layer below it, in which a key is a parameter's name in the whole model and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from btx_nemo.megatron.compat import chained
+
 
 def sharded_optimizer_state(
-    optimizer: Any, model_state: dict[str, Any], *, loading: bool, metadata: dict[str, Any]
+    optimizer: Any, model_state: dict[str, Any], frozen: Sequence[Any], *, loading: bool, metadata: dict[str, Any]
 ) -> dict[Any, Any]:
     """ShardedTensors of each optimizer's moments and main weights, on this rank, by its number. Collective.
 
-    `model_state` is the model's sharded state dict, whose tensors are the parameters themselves.
+    `model_state` is the model's sharded state dict, whose tensors are the parameters themselves; `frozen` is what
+    `of_frozen_experts` says of it.
     """
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
@@ -32,30 +35,31 @@ def sharded_optimizer_state(
         for number, part in enumerate(optimizers(optimizer))
     }
     scale = _loss_scale_state(optimizer)
-    frozen = [
-        make_sharded_optimizer_tensor(
-            piece, torch.zeros_like(piece.data, dtype=torch.float32), f"optimizer.state.{key}"
-        )
-        for piece in of_frozen_experts(optimizer, model_state)
+    # Nothing reads them, so that those of one shape can be one tensor, which a load may fill with anything.
+    zeros = {piece.data.shape: torch.zeros(piece.data.shape) for piece in frozen}
+    of_frozen = [
+        make_sharded_optimizer_tensor(piece, zeros[piece.data.shape], f"optimizer.state.{key}")
+        for piece in frozen
         for key in ("param", "exp_avg", "exp_avg_sq")
     ]
-    return {**state, "frozen": dict(enumerate(frozen)), **({"loss_scale": scale} if scale else {})}
+    return {**state, "frozen": dict(enumerate(of_frozen)), **({"loss_scale": scale} if scale else {})}
 
 
 def of_frozen_experts(optimizer: Any, model_state: dict[str, Any]) -> list[Any]:
-    """What `model_state` has of frozen experts, on this rank, where others of their layer train. Collective.
+    """What this rank writes of frozen experts where others of their layer train, as `model_state` has it. Collective.
 
     A checkpoint has a layer's experts as one tensor, of which no part may be missing.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 
     in_optimizer = {id(p) for part in optimizers(optimizer) for buffer in part.buffers for p in buffer.param_index_map}
     pieces = [v for v in nested_values(model_state) if isinstance(v, (ShardedTensor, ShardedTensorFactory))]
+    frozen = [p for p in pieces if isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad]
     trained: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(trained, {piece.key for piece in pieces if id(piece.data) in in_optimizer})
     keys = set().union(*trained)
-    return [p for p in pieces if p.key in keys and isinstance(p.data, torch.nn.Parameter) and not p.data.requires_grad]
+    return [piece for piece in frozen if piece.key in keys and is_main_replica(piece.replica_id)]
 
 
 @torch.no_grad()
@@ -69,10 +73,11 @@ def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) 
             for key, whole in states[number][index].items():
                 here[key].copy_(whole.flatten()[where])
         for inner in _inner(part):
+            by_weight = _counts_by_weight(inner)
             for group in inner.param_groups:
-                if not _counts_by_weight(inner):
+                if not by_weight:
                     group["step"] = steps
-                for weight in group["params"] if _counts_by_weight(inner) else ():
+                for weight in group["params"] if by_weight else ():
                     inner.state[weight]["step"].fill_(steps)
 
 
@@ -82,7 +87,7 @@ def agree_on_loss_scale(optimizer: Any) -> None:
     A mixture has an optimizer for its experts and one for the rest, each with a scale of its own that only its own
     gradients lower. Megatron multiplies the loss by the first's and would divide the experts' gradients by another.
     """
-    parts = [part for part in _all_parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
+    parts = [part for part in chained(optimizer) if getattr(part, "grad_scaler", None) is not None]
     overflowed = [part for part in parts if part.found_inf.item() > 0]  # the same on all ranks
     if overflowed:
         state = overflowed[0].grad_scaler.state_dict()
@@ -112,24 +117,27 @@ def _set_loss_scale(scaler: Any, state: dict[str, float]) -> None:
 
 
 def _scalers(optimizer: Any) -> list[Any]:
-    return [part.grad_scaler for part in _all_parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
-
-
-def _all_parts(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.grad_scaler for part in chained(optimizer) if getattr(part, "grad_scaler", None) is not None]
 
 
 def optimizers(optimizer: Any) -> list[Any]:
     """The distributed optimizers of this rank: one, one more for spread experts, none where all is frozen."""
-    return [part for part in _all_parts(optimizer) if getattr(part, "optimizer", None) is not None]
+    return [part for part in chained(optimizer) if getattr(part, "optimizer", None) is not None]
 
 
 def owned(part: Any) -> Iterator[tuple[int, torch.nn.Parameter, slice]]:
     """Each parameter that this rank updates: its number in the part, and which of its elements are this rank's."""
     for number, parameter in enumerate(p for buffer in part.buffers for p in buffer.param_index_map):
-        if parameter in part.model_param_group_index_map:
-            where = part._get_model_param_range_map(parameter)["param"]
-            yield number, parameter, slice(where.start, where.end)
+        if (where := range_of(part, parameter)) is not None:
+            yield number, parameter, where
+
+
+def range_of(part: Any, parameter: torch.nn.Parameter) -> slice | None:
+    """Which elements of a parameter, flat, this rank updates in `part`; None where it is no business of either."""
+    if parameter not in part.model_param_group_index_map:
+        return None
+    where = part._get_model_param_range_map(parameter)["param"]
+    return slice(where.start, where.end)
 
 
 def main_weight(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -145,13 +153,12 @@ def is_offloaded(part: Any) -> bool:
 
 
 @torch.no_grad()
-def take_up(optimizer: Any, parameters: Iterable[torch.nn.Parameter]) -> None:
+def sync_main_weights(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> None:
     """Lets an offloaded optimizer go on from fp32 weights that changed outside of it; others hold these themselves."""
     for part in filter(is_offloaded, optimizers(optimizer)):
         for parameter in parameters:
-            if parameter in part.model_param_group_index_map:
-                where = part._get_model_param_range_map(parameter)["param"]
-                main_weight(part, parameter).copy_(parameter.flatten()[where.start : where.end])
+            if (where := range_of(part, parameter)) is not None:
+                main_weight(part, parameter).copy_(parameter.flatten()[where])
 
 
 def _inner(part: Any) -> list[Any]:
@@ -162,12 +169,13 @@ def _inner(part: Any) -> list[Any]:
 def _allocate(part: Any) -> None:
     """What AdamW does at its first step: an optimizer that took none has nothing to save, nor a place to load to."""
     for inner in _inner(part):
+        by_weight = _counts_by_weight(inner)
         for group in inner.param_groups:
             for weight in group["params"]:
                 state = inner.state[weight]
                 for moment in ("exp_avg", "exp_avg_sq"):
                     state.setdefault(moment, torch.zeros_like(weight.data))
-                if _counts_by_weight(inner):
+                if by_weight:
                     where = weight.device if group.get("fused") else "cpu"
                     state.setdefault("step", torch.zeros((), device=where))
     if is_offloaded(part):

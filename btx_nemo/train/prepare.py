@@ -13,7 +13,7 @@ from btx_nemo.config.build import build
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.flat import flat
 from btx_nemo.config.load import read_resolved
-from btx_nemo.config.schema import KERNELS, NO_EFFECT, RECOMPUTE_MODULES, TrainConfig
+from btx_nemo.config.schema import NO_EFFECT, RECOMPUTE_MODULES, SAME_RESULT, TrainConfig
 from btx_nemo.data.blend import check_blend_kinds, check_data, list_domains, normalise_weights
 from btx_nemo.data.sampler import num_microbatches
 from btx_nemo.errors import UserError
@@ -36,9 +36,7 @@ from btx_nemo.train.track import check_log
 from btx_nemo.train.watch import check_robust
 
 MAY_CHANGE = (*NO_EFFECT, "out")
-"""Keys that a resumed run may change."""
-KERNEL_KEYS = (*(f"moe.{key}" for key in KERNELS), "optim.offload")
-"""So are these."""
+"""Keys that a resumed run may change, besides SAME_RESULT."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ def _check_out(out: Path, config: TrainConfig) -> None:
     fixed = [key for key in now if key in before and key not in MAY_CHANGE]
     then, now = (flat({key: values[key] for key in fixed}) for values in (before, now))
     for key in {**now, **then}:
-        if key not in KERNEL_KEYS and then.get(key) != now.get(key):
+        if key not in SAME_RESULT and then.get(key) != now.get(key):
             raise UserError(
                 f"out={out}: was started with {key}={then.get(key)}, now {key}={now.get(key)}; "
                 "resume with the old value, or choose another out"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from btx_nemo.config.schema import KERNELS, MoEOverride, RouterConfig
+from btx_nemo.config.schema import SAME_RESULT, MoEOverride, RouterConfig
 from btx_nemo.errors import UserError
 from btx_nemo.families import source as families_source
 from btx_nemo.families.base import to_megatron
@@ -87,7 +87,7 @@ def model_source(
 
 def override(model: ModelConfig, moe: MoEOverride) -> ModelConfig:
     """The model with another routing rule. Raises UserError for a dense one."""
-    rule = [f.name for f in dataclasses.fields(moe) if f.name not in KERNELS]
+    rule = [f.name for f in dataclasses.fields(moe) if f"moe.{f.name}" not in SAME_RESULT]
     given = {name: getattr(moe, name) for name in rule if getattr(moe, name) is not None}
     if not given:
         return model

@@ -20,7 +20,7 @@ from btx_nemo.megatron.parallel import context_parallel_part
 from btx_nemo.megatron.platform import device
 from btx_nemo.routers.noise import micro_batch_seed
 from btx_nemo.train.average import Average
-from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least, take_up
+from btx_nemo.train.optimizer_state import agree_on_loss_scale, loss_scale_is_least, sync_main_weights
 from btx_nemo.train.routing import routers
 
 
@@ -209,12 +209,7 @@ def train_step(
         # An overflow is what a loss scale is there for, but not where it cannot fall any further.
         grad_norm = math.inf if not ok and loss_scale_is_least(trainee.optimizer) else float(norm or 0.0)
     if ok:
-        trainee.scheduler.step(increment=1)
-        for router in routers(trainee.gpt):
-            router.after_step()
-        take_up(trainee.optimizer, (p for router in routers(trainee.gpt) for p in router.parameters()))
-        if trainee.average is not None:
-            trainee.average.update(trainee.scheduler.num_steps)
+        _after_step(trainee)
     return StepResult(
         loss=loss,
         grad_norm=grad_norm,
@@ -224,6 +219,16 @@ def train_step(
         dataset_losses={i: total / count for i, (total, count) in enumerate(by_dataset) if count},
         empty=count == 0,
     )
+
+
+def _after_step(trainee: Trainee) -> None:
+    """All that follows a step which the optimizer took."""
+    trainee.scheduler.step(increment=1)
+    for router in routers(trainee.gpt):
+        router.after_step()
+    sync_main_weights(trainee.optimizer, [p for router in routers(trainee.gpt) for p in router.parameters()])
+    if trainee.average is not None:
+        trainee.average.update(trainee.scheduler.num_steps)
 
 
 def mean_validation_loss(

@@ -81,13 +81,18 @@ def test_every_training_run(
     if values.get("tokens") is not None:  # of sequences this short, the papers' tokens are too many to count
         overrides.append("tokens=1e5")
     before = sorted(tmp_path.rglob("*"))
-    small = [*overrides, "optim.warmup_steps=0"]  # the tiny data's epochs are shorter than a warm-up
+    small = [
+        *overrides,
+        "optim.offload=0.5",
+        "optim.warmup_steps=0",
+    ]  # the tiny data's epochs are shorter than a warm-up
     assert command("train", "--config-name", name, "--dry-run", *REQUIRED.get(name, []), *small) == 0
     printed = capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
     assert printed.startswith(f"stage     {values['stage']}, from ")
     for section in ("trains", "frozen", "data", "length", "layout", "schedule", "out"):
         assert f"\n{section:9} " in printed, section
+    assert "), 50% of it on the host, weight decay " in printed
     assert (printed.count("\nrouting ") == 1) == (values["stage"] in ("mix", "router", "bar_expert"))
 
 

@@ -46,7 +46,7 @@ class Queue:
         (self.folder / "queue").write_text("".join(kept))
 
     def set(self, name: str, text: str) -> None:
-        """How it behaves: refuse, say or away, as fake_slurm.py has it."""
+        """How it behaves: refuse, say, away or array, as fake_slurm.py has it."""
         (self.folder / name).write_text(text)
 
     def calls(self, command: str) -> list[str]:
@@ -61,7 +61,7 @@ def queue(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
     """Slurm's commands on PATH, with an empty queue."""
     folder = tmp_path / "fake slurm"
     (folder / "bin").mkdir(parents=True)
-    for name in ("sbatch", "squeue", "scancel"):
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
         (folder / "bin" / name).symlink_to(Path(__file__).with_name("fake_slurm.py"))
     monkeypatch.setenv("FAKE_SLURM", str(folder))
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Stands in for sbatch, squeue and scancel, by the name it is called: a queue in the folder $FAKE_SLURM, nothing runs.
+"""Stands in for Slurm's commands, by the name it is called: a queue in the folder $FAKE_SLURM, nothing runs.
 
 `queue` has a line for each job or task, in the fields that `launch/slurm.py` asks for; `calls` the commands. Where the
 file `refuse` is, jobs with its text in their line are refused; `say` is printed by sbatch in place of the id, which it
-may name as ID; `away` makes squeue and scancel fail.
+may name as ID; `away` makes squeue and scancel fail; `array` is MaxArraySize, 1001 without.
 """
 
 from __future__ import annotations
@@ -58,8 +58,12 @@ def scancel(arguments: list[str]) -> str:
     return ""
 
 
+def scontrol(arguments: list[str]) -> str:
+    return f"Configuration data as of now\nMaxArraySize            = {said('array') or 1001}\nMaxBatchRequeue = 5"
+
+
 if __name__ == "__main__":
     command = Path(sys.argv[0]).name
     with (FOLDER / "calls").open("a") as calls:
         calls.write(f"{command} {' '.join(sys.argv[1:])}\n")
-    print({"sbatch": sbatch, "squeue": squeue, "scancel": scancel}[command](sys.argv[1:]))
+    print({"sbatch": sbatch, "squeue": squeue, "scancel": scancel, "scontrol": scontrol}[command](sys.argv[1:]))

@@ -263,8 +263,8 @@ def test_dependencies_of_the_user_s_own(runs: Path, queue: Queue) -> None:
     assert "--dependency=afterok:1_0:1_1,afterok:9,after:7 --kill-on-invalid-dep=yes " in mix
 
 
-def test_a_large_array_is_split(runs: Path, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "LARGEST", 2)
+def test_a_large_array_is_split(runs: Path, queue: Queue) -> None:
+    queue.set("array", "2")
     submit(["a", "b", "c", "d", "e", "until=mix"], runs=runs)
     expected = {"a": "1_0", "b": "1_1", "c": "2_0", "d": "2_1", "e": "3"}
     assert ids(runs) == {f"expert-{domain}": job for domain, job in expected.items()} | {"mix": "4"}

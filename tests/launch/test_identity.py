@@ -60,6 +60,7 @@ def test_a_run_is_its_export_or_else_its_latest_checkpoint(tmp_path: Path) -> No
 
 def test_settings_are_compared_by_value_and_the_harmless_ones_not_at_all() -> None:
     words = ["math", "--config-name=expert", "optim.lr=5e-5", "steps=10", "layout.tp=2", "checkpoint.every=5", "a=b"]
+    words += ["optim.offload=0.5", "moe.dispatcher=allgather"]
     same = ["math", "--config-name=expert", "a='b'", "++optim.lr=0.00005", "steps=10", "export=true", "init_from=/x"]
     assert settings(words) == settings(same)
     assert settings(words) != settings([*words, "seed=2"])
@@ -153,9 +154,10 @@ def test_an_edited_configuration_is_noticed_and_a_copied_one_is_not(
         path = f"--config-path={tmp_path / folder}"
         begin(tmp_path, "expert-math", out, {}, ["--config-name=mine", path, *words])
 
+    same = ["optim.offload=0.5", "moe.dispatcher=allgather", "moe.experts=grouped"]
     again("one", "layout.tp=2")
     make(out)
-    again("two", "steps=100", "log_every=7")
+    again("two", "steps=100", "log_every=7", *same)
     monkeypatch.setenv("BTX_DATA", "/elsewhere")
     again("one")
     with pytest.raises(UserError, match="was made with steps=100, now 200; go back"):

@@ -17,7 +17,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "program"
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
-    for name in ("sbatch", "squeue", "scancel"):
+    for name in ("sbatch", "squeue", "scancel", "scontrol"):
         (tmp_path / name).symlink_to(path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return path
@@ -52,3 +52,15 @@ def test_why_there_is_no_slurm(program: Path, monkeypatch: pytest.MonkeyPatch) -
     assert slurm.absent() == "sbatch fails (no such file: /nope)"
     monkeypatch.setenv("PATH", "/nope")
     assert slurm.absent() == "no sbatch on PATH" and not slurm.has_slurm()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"), [("MaxArraySize            = 51", 51), ("MaxArraySize = 0", 1), ("MaxArraySizes = x", 1001)]
+)
+def test_how_many_tasks_an_array_may_have(
+    said: str, expected: int, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    assert slurm.largest_array() == expected
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert slurm.largest_array() == 1001

@@ -55,6 +55,7 @@ def test_printed_scripts_are_the_golden_ones(
     monkeypatch.setattr(slurm, "absent", lambda: "")
     monkeypatch.setenv("BTX_PYTHON", "/opt/python")
     monkeypatch.setattr(slurm, "named", lambda names: [])
+    monkeypatch.setattr(slurm, "largest_array", lambda: 1001)
     options = {
         "runs": runs,
         "config_name": CONFIGS.get(name, "pipeline"),
@@ -172,6 +173,9 @@ def test_whole_pipeline_here_and_again(runs: Path, capsys: pytest.CaptureFixture
     submit(["math", "code"], runs=runs)
     assert set(said(capsys).values()) == {"done"}
     assert len((runs / "joint" / "starts.jsonl").read_text().splitlines()) == 1
+    shutil.rmtree(runs / "expert-math" / "hf")
+    with pytest.raises(UserError, match=r"mix: the input expert-math is missing: .*bring it back"):
+        submit(["math", "code"], runs=runs)
 
 
 def test_an_expert_added_or_trained_again_makes_stale_only_what_it_is_in(

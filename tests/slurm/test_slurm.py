@@ -197,7 +197,7 @@ def test_stages_of_an_expert_follow_each_other(user: User) -> None:
     assert user.wait_end(*ids.values()) == ["COMPLETED"] * 4
     starts = [user.starts(stage)[0] for stage in list(ids)[:3]]
     assert starts[0]["end"] < starts[1]["begin"] and starts[1]["end"] < starts[2]["begin"]
-    assert f"init_from='{user.runs}/expert-math.mid'" in starts[1]["argv"] and "lr=5e-05" in starts[1]["argv"]
+    assert f"init_from='{user.runs}/expert-math.mid/hf'" in starts[1]["argv"] and "lr=5e-05" in starts[1]["argv"]
     assert "2 node(s)" in user.log("expert-math") and "1 node(s)" in user.log("expert-math.mid")
 
 

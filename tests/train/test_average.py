@@ -42,9 +42,10 @@ def test_it_is_that_of_a_naive_loop(
 ) -> None:
     """Of the fp32 weights behind bf16 ones; what bf16 shows of them would have given another."""
     options = {"precision": precision, "ema": {"decay": DECAY}}
-    for facts in ranks.run(averages, str(getattr(world, kind)), layout, options, 5, ranks=count):
+    found_by = ranks.run(averages, str(getattr(world, kind)), layout, options, 5, ranks=count)
+    assert found_by[0]["found"]
+    for facts in found_by:
         assert facts["ok"] == facts["moved"] == [True] * 5
-        assert facts["found"]
         rounded = 0.0
         for number, (key, found) in enumerate(facts["found"]):
             steps = [step[number] for step in facts["trace"]]
@@ -54,9 +55,8 @@ def test_it_is_that_of_a_naive_loop(
             assert not torch.equal(found, values[-1])
             off = naive([value.bfloat16() for value in values]) - found.double()
             rounded = max(rounded, off.abs().max().item())
-        assert rounded > 1e-4
-        held = sum(p.numel() for p in facts["model"][0])
-        assert sum(value.numel() for _, value in facts["found"]) == held
+        assert rounded > 1e-4 or not facts["found"]
+        assert sum(value.numel() for _, value in facts["found"]) == facts["writes"]
 
 
 def test_it_changes_nothing_else(ranks: RankPool, world: TinyWorld) -> None:
@@ -147,6 +147,7 @@ def test_the_export_is_the_average_by_hand(
     manifest = json.loads((tmp_path / "again" / "manifest.json").read_text())
     total = len(manifest["averages"])
     assert f"; {total} of {total} stored tensors are averages; verified: " in ended.out
+    assert f"with optimizer state, averages of {total} tensors, finished" in ok(commands.run("inspect", averaged)).out
     half = ok(commands.run("export", f"in={averaged}", f"out={tmp_path / 'bf16'}", "ema=true", "dtype=bfloat16"))
     assert "stored tensors are averages" in half.out
 
@@ -154,11 +155,12 @@ def test_the_export_is_the_average_by_hand(
 def test_killed_and_resumed_it_is_the_same(
     world: TinyWorld, commands: CommandServer, averaged: Path, tmp_path: Path
 ) -> None:
+    """Gathered on the first data-parallel rank, or not."""
     out = tmp_path / "run"
-    before = "btx_testing.death:at?btx_nemo.train.run:train_step:3"
-    killed = commands.start_ranks(2, *arguments(world, out, layout__ep=2), before=before)
+    before, gathered = "btx_testing.death:at?btx_nemo.train.run:train_step:3", {"checkpoint__gather_on_first": True}
+    killed = commands.start_ranks(2, *arguments(world, out, layout__ep=2, **gathered), before=before)
     assert {rank.wait().code for rank in killed} == {-signal.SIGKILL}
-    for ended in commands.run_ranks(2, *arguments(world, out, layout__ep=2)):
+    for ended in commands.run_ranks(2, *arguments(world, out, layout__ep=2, **gathered)):
         ok(ended)
     assert weights(out) == weights(averaged)
     assert same_bits(load_folder(out / "hf-ema"), load_folder(averaged / "hf-ema"))

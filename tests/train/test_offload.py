@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from btx_testing.commands import CommandServer, ok
+from btx_testing.optimizer_jobs import trained
 from btx_testing.pool import RankPool
 from btx_testing.runs import TinyWorld, weights
 from btx_testing.tensors import load_folder, same_bits
-from btx_testing.train_jobs import trained
 
 ROUNDING = {"fp32": 2e-6, "bf16": 4e-4, "fp16": 4e-4}
 """Of a weight that moved by up to 4e-2: torch's fused AdamW, which works on the host, against its plain one; in 16 bits
@@ -33,6 +33,7 @@ FROZEN_ROWS = {"router": {"frozen_rows": [0, 2]}, "decay_routers": True, "weight
         pytest.param({"tp": 2}, 2, {"precision": "fp16", "offload": 0.6, **SCALED}, id="tp2-fp16"),
         pytest.param({}, 1, {"offload": 1.0, "train": ["*.mlp.router.*"]}, id="routers"),
         pytest.param({}, 1, {"offload": 1.0, **FROZEN_ROWS}, id="rows"),
+        pytest.param({"ep": 2}, 2, {"offload": 1.0, **FROZEN_ROWS}, id="ep2-rows"),
     ],
 )
 def test_it_trains_as_without(

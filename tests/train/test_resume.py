@@ -408,6 +408,9 @@ def test_other_data_are_refused(world: TinyWorld, commands: CommandServer, half:
     (out / "data.json").write_text(json.dumps(record))
     ended = commands.run(*world.arguments("tiny_expert", out))
     assert ended.code == 2 and "was started on other data: math had" in ended.err, ended.err
+    meta = json.loads((world.data / "math" / "meta.json").read_text())
+    (out / "data.json").write_text(json.dumps({"math": meta, "validated": meta}))  # as versions before had it
+    ok(commands.run(*world.arguments("tiny_expert", out), "--dry-run"))
 
 
 def test_a_run_of_no_steps_leaves_its_model(world: TinyWorld, commands: CommandServer, tmp_path: Path) -> None:

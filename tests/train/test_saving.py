@@ -8,17 +8,20 @@ import json
 import os
 import shutil
 import signal
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
-from btx_testing import train_jobs
 from btx_testing.commands import CommandServer, ok
+from btx_testing.optimizer_jobs import state_to_save
 from btx_testing.pool import RankPool
 from btx_testing.runs import TinyWorld, metrics, saved_step, weights
+from btx_testing.train_jobs import parameter_counts
 from megatron.core.dist_checkpointing.strategies import common
 
 from btx_nemo.checkpoints.atomic import TEMPORARY
+from btx_nemo.checkpoints.dist_format import read_metadata
 from btx_nemo.checkpoints.manifest import sha256_of
 from btx_nemo.config.schema import CheckpointConfig
 from btx_nemo.train.saving import Saver, _prune
@@ -149,20 +152,34 @@ def test_weights_alone_at_the_end(world: TinyWorld, commands: CommandServer, who
 def test_gathered_on_the_first_rank_it_is_the_same(
     world: TinyWorld, commands: CommandServer, ranks: RankPool, whole_pair: Path, tmp_path: Path
 ) -> None:
-    """File by file; the second of two data-parallel ranks holds nothing of the optimizer, and the first no more."""
-    held = [
-        ranks.run(train_jobs.optimizer_state_to_save, str(world.dense), {}, on_first, ranks=2)
-        for on_first in (False, True)
-    ]
-    assert held[0][0] == held[0][1] == held[1][0] > 0 == held[1][1]
+    """File by file; the second of two data-parallel ranks holds nothing, and the first no more than without."""
+    held = [ranks.run(state_to_save, str(world.dense), {}, {}, on_first, ranks=2) for on_first in (False, True)]
+    assert held[0][0] == held[0][1] == held[1][0] != held[1][1] == {"optimizer_parts": 0, "averages": 0}
     out = tmp_path / "run"
     for ended in commands.run_ranks(
         2, *world.arguments("tiny_mix", out, layout__ep=2, checkpoint__gather_on_first=True)
     ):
         ok(ended)
-    theirs = whole_pair / "checkpoints" / "step_00000012"
-    for path in theirs.glob("*.distcp"):
-        assert path.read_bytes() == (out / "checkpoints" / "step_00000012" / path.name).read_bytes()
+    mine, theirs = (run / "checkpoints" / "step_00000012" for run in (out, whole_pair))
+    names = {path.name for path in theirs.iterdir() if path.is_file()}
+    assert names == {path.name for path in mine.iterdir() if path.is_file()}
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= names
+    assert read_metadata(mine) == read_metadata(theirs)  # which has the folder's name in it, too
+    for name in names - {".metadata", "manifest.json"}:
+        assert (mine / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+def test_frozen_experts_beside_ones_that_train_cost_little_to_save(ranks: RankPool, world: TinyWorld) -> None:
+    """Their places in the optimizer's state share one tensor of zeros; only the rank that writes has any."""
+    frozen = "*.local_experts.0.*"
+    options = {"freeze": [frozen], "ema": {"decay": 0.9}}
+    first, second = ranks.run(state_to_save, str(world.mixture), {}, options, True, ranks=2)
+    (sizes,) = ranks.run(parameter_counts, str(world.mixture), ranks=1)
+    of_layer = sum(size for name, size in sizes.items() if fnmatch(name, f"*.layers.0.{frozen}"))
+    total = sum(sizes.values())
+    assert of_layer > 0
+    assert first == {"optimizer_parts": 3 * (total - 2 * of_layer) + of_layer, "averages": total}
+    assert second == {"optimizer_parts": 0, "averages": 0}
 
 
 def test_what_cannot_be_removed_now_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

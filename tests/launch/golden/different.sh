@@ -18,7 +18,7 @@ job1=$(sbatch --parsable --export=ALL --job-name=btx-expert-math '--output={runs
 echo "btx-expert-math ${job1}"
 job2=$(sbatch --parsable --export=ALL --job-name=btx-expert-code.mid '--output={runs}/logs/%x_%j.out' --comment={digest} --partition=gpu {slurm}/train_expert.sh code.mid --config-name=expert steps=7)
 echo "btx-expert-code.mid ${job2}"
-job3=$(sbatch --parsable --export=ALL --job-name=btx-expert-code '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job2}" --kill-on-invalid-dep=yes --time=08:00:00 --partition=gpu {slurm}/train_expert.sh code --config-name=expert 'init_from='"'"'{runs}/expert-code.mid'"'"'')
+job3=$(sbatch --parsable --export=ALL --job-name=btx-expert-code '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job2}" --kill-on-invalid-dep=yes --time=08:00:00 --partition=gpu {slurm}/train_expert.sh code --config-name=expert 'init_from='"'"'{runs}/expert-code.mid/hf'"'"'')
 echo "btx-expert-code ${job3}"
 job4=$(sbatch --parsable --export=ALL --job-name=btx-mix '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterany:${job1}:${job3}" --kill-on-invalid-dep=yes --partition=gpu {slurm}/mix.sh math code --allow-missing --config-name=btx top_k=1)
 echo "btx-mix ${job4}"

@@ -147,7 +147,7 @@ def gradient_parts(trainee: Any) -> list[tuple[str, tuple[int, ...], tuple[int, 
     from btx_nemo.train.optimizer_state import sharded_optimizer_state
 
     model = trainee.gpt.sharded_state_dict(metadata=dict(METADATA))
-    state = {"o": sharded_optimizer_state(trainee.optimizer, model, loading=False, metadata=dict(METADATA))}
+    state = {"o": sharded_optimizer_state(trainee.optimizer, model, (), loading=False, metadata=dict(METADATA))}
     apply_factories(state)
     return [
         (value.key, tuple(value.global_shape), tuple(value.global_offset), value.data.detach().clone() / (1 - BETA1))

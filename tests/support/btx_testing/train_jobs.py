@@ -274,38 +274,3 @@ def state_digest(subject: Any) -> str:
                 digest.update(key.encode() + value.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     digest.update(repr(subject.scheduler.state_dict()).encode())
     return digest.hexdigest()
-
-
-def trained(model: str, layout: dict[str, int], options: dict[str, Any], count: int) -> dict[str, Any]:
-    """After `count` steps: this rank's parameters, main weights and moments; numbers of its optimizer, and on the host.
-
-    `on_host` is what Megatron's offloaded optimizer took off the device.
-    """
-    from btx_nemo.train.freeze import global_names
-    from btx_nemo.train.optimizer_state import main_weight, optimizers, owned
-
-    with trainee(model, layout, options) as subject:
-        list(steps(subject, count))
-        names = {parameter: name for name, parameter in global_names(subject.gpt).items()}
-        state, total, on_host = {}, 0, 0
-        for part in optimizers(subject.optimizer):
-            on_host += sum(copy.numel() for copy in getattr(part.optimizer, "gpu_params_map_cpu_copy", {}).values())
-            for _, parameter, _ in owned(part):
-                found = part._get_main_param_and_optimizer_states(parameter)
-                total += found["param"].numel()
-                assert found["param"] is main_weight(part, parameter)
-                for key in ("param", "exp_avg", "exp_avg_sq"):
-                    state[f"{names[parameter]} {key}"] = found[key].detach().clone()
-        parameters = {name: value.detach().clone() for name, value in global_names(subject.gpt).items()}
-        return {"parameters": parameters, "state": state, "total": total, "on_host": on_host}
-
-
-def optimizer_state_to_save(model: str, layout: dict[str, int], gather_on_first: bool) -> int:
-    """Bytes of the optimizer's state that this rank holds while a checkpoint is saved."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    from btx_nemo.train.checkpoint import state_of
-
-    with trainee(model, layout, {}) as subject:
-        state = state_of(subject, {}, optimizer=True, loading=False, gather_on_first=gather_on_first)
-        return sum(getattr(value, "data", torch.empty(0)).nbytes for value in nested_values(state["optimizer_parts"]))
