@@ -42,6 +42,8 @@ def plan(
     ranks = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp if gpus is None else gpus
     _check(ranks, memory_gib, step)
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a pipe has no width; its columns are not to be cut
     if memory_gib is not None:
         setups = candidates(model, ranks, given=given, **step)
         recomputes = (recompute,) if recompute else ("none", "full")
@@ -92,7 +94,7 @@ def _stages(model: ModelConfig, setup: Setup) -> Table:
     )
     sizes = ("weights", "gradients", "optimizer", "activations", "total", *(("host",) if setup.offload else ()))
     for column in ("stage", "parameters", *sizes):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for stage in range(layout.pp):
         found = memory(model, setup, stage)
         parts = (getattr(found, name) for name in sizes)
@@ -110,8 +112,8 @@ def _sent(sent: Communication) -> Table:
 
 def _suggestions(found: list[Candidate], memory_gib: float) -> Table:
     table = Table(title=f"layouts that fit into {memory_gib:g} GiB, the fastest by estimate first")
-    for column in ("layout", "dp", "recompute", "memory a rank", "sent a step"):
-        table.add_column(column, justify="right")
+    for column in ("layout", "dp", "recompute", "memory a rank", "of the host, at a save", "sent a step"):
+        table.add_column(column, justify="right", overflow="fold")
     for candidate in found:
         setup = candidate.setup
         table.add_row(
@@ -119,6 +121,7 @@ def _suggestions(found: list[Candidate], memory_gib: float) -> Table:
             str(setup.dp),
             setup.recompute,
             human_bytes(candidate.memory.total),
+            human_bytes(candidate.memory.host + candidate.memory.saving),
             human_bytes(candidate.communication.total),
         )
     return table
