@@ -28,7 +28,7 @@ from btx_nemo.startup import kept_imports
 
 _CONFIG_HELP = "Overrides in Hydra's grammar, e.g. layout.tp=2 optim.lr=3e-4; see conf/{0} and btx_nemo/{1}."
 _ALONE_SECONDS = 5.0
-_FOLDERS = ("BTX_RUNS", "BTX_SEED", "BTX_DATA")
+_FOLDERS = ("BTX_RUNS", "BTX_SEED", "BTX_ANCHOR", "BTX_DATA", "BTX_CHATS")
 _PLACES = (
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT),
@@ -145,21 +145,10 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", _doctor, "What this installation can do, and what each missing part costs.")
     add_prepare_data(command)
     add_embed(command)
-    for name, run, schema, text, dry_run in (
-        (
-            *("train", _train, "config/schema.py", "Train a dense specialist or a mixture."),
-            "check all, print what would run, and end",
-        ),
-        (
-            *("mix", _mix, "mix/config.py", "Assemble dense models into a mixture of experts."),
-            "print the plan and read no tensor",
-        ),
-    ):
-        sub = command(name, run, text)
-        sub.add_argument("--config-name", required=True, help=f"a file of conf/{name}, without .yaml")
-        sub.add_argument("--config-path", help=f"a folder instead of conf/{name}")
-        sub.add_argument("--dry-run", action="store_true", help=dry_run)
-        sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(name, schema))
+    sub = command("train", _train, "Train a dense specialist or a mixture.")
+    _add_configuration(sub, "train", "config/schema.py", dry_run="check all, print what would run, and end")
+    sub = command("mix", _mix, "Assemble dense models into a mixture of experts.")
+    _add_configuration(sub, "mix", "mix/config.py", dry_run="print the plan and read no tensor")
     add_conversions(command)
     sub = command("inspect", _inspect, "What a checkpoint is: family, parameters, experts and their origin.")
     sub.add_argument("folder", type=Path)
@@ -180,6 +169,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", choices=("full", "small"), default="full", help="small: a quick check of every step")
     sub.add_argument("--until", default="report", help="stop after this step: data, seed, experts, mix, joint, export")
     return parser
+
+
+def _add_configuration(sub: argparse.ArgumentParser, name: str, schema: str, *, dry_run: str) -> None:
+    """What a command takes whose settings are a file of conf/."""
+    sub.add_argument("--config-name", required=True, help=f"a file of conf/{name}, without .yaml")
+    sub.add_argument("--config-path", help=f"a folder instead of conf/{name}")
+    sub.add_argument("--dry-run", action="store_true", help=dry_run)
+    sub.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_CONFIG_HELP.format(name, schema))
 
 
 def _train(arguments: argparse.Namespace) -> None:

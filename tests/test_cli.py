@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from btx_testing.commands import CommandServer, clean_environment, run_module, wait_until
 from btx_testing.runs import TinyWorld, logged_step
 
-from btx_nemo.cli import _parser, main
+from btx_nemo.cli import _FOLDERS, _parser, main
 from btx_nemo.config.load import conf_dir
 
 COMMANDS = (
@@ -64,6 +65,17 @@ WRONG = [
     ),
     (["demo", "--size", "huge"], "invalid choice: 'huge'"),
 ]
+
+
+def test_an_empty_folder_in_the_environment_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all those that the configurations name: elsewhere it would be the current folder, or /."""
+    text = "".join(path.read_text() for path in conf_dir().glob("*/*.yaml"))
+    assert {*re.findall(r"oc\.env:(\w+)", text)} <= {*_FOLDERS}
+    for name in _FOLDERS:
+        monkeypatch.setenv(name, "")
+    with pytest.raises(SystemExit):
+        main(["train", "--config-name", "nope"])
+    assert not {*_FOLDERS} & {*os.environ}
 
 
 def test_the_commands_are_these() -> None:

@@ -43,6 +43,8 @@ class DataConfig:
     """Weight of each domain in training; normalised, any positive scale. Empty: all domains, equally."""
     valid: list[str] = field(default_factory=list)
     """Domains whose validation loss is measured; empty: all in `path` of the kind (text, chats) that trains."""
+    kind: str | None = None
+    """text or chat: what the stage is for; a run without any of it is refused."""
     seq_length: int = 2048
     """Tokens per sequence."""
     document_mask: bool = False
@@ -290,7 +292,7 @@ NO_EFFECT = (
     "recompute_modules",
 )
 """Keys of TrainConfig that change nothing in what is computed."""
-SAME_RESULT = ("moe.dispatcher", "moe.experts", "optim.offload")
-"""Settings inside other keys that say how, and not what, is computed."""
+SAME_RESULT = ("moe.dispatcher", "moe.experts", "optim.offload", "data.kind")
+"""Settings inside other keys that change nothing in what is computed."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 """What `recompute_modules` may name."""

@@ -40,7 +40,8 @@ def export_hf(
 
     `dtype` casts; None keeps what is stored. `target` is a model_type; None for the source's own, or the first that
     computes the same; one that does not is refused unless `allow_inexact`. `verify` is a mode of `convert.check`.
-    `ema` takes the averages of all weights that have one, in fp32 unless `dtype` is given, and says so in the manifest.
+    `ema` takes the averages of all weights that have one and says so in the manifest; everything is then in fp32 unless
+    `dtype` is given, since transformers would load all in the one dtype of config.json.
     Returns which architecture was written and why, which the manifest has too, and what was verified.
     Raises UserError, or CheckFailed when the result is not the source, and leaves nothing behind.
     """
@@ -48,6 +49,7 @@ def export_hf(
     check_dtype(dtype)
     check_shard_size(shard_size)
     refuse_existing(Path(out))
+    dtype = dtype or ("float32" if ema else None)
     source = open_source(src, "ckpt", averaged=ema)
     if source.kind != "megatron":
         raise UserError(f"{src}: is a Hugging Face folder already; export takes a checkpoint or a run directory")

@@ -29,59 +29,40 @@ def plan(
     *,
     given: dict[str, int],
     gpus: int | None,
-    seq_length: int,
-    micro_batch_size: int,
-    global_batch_size: int,
-    precision: str,
     recompute: str | None,
-    recompute_modules: tuple[str, ...],
-    flash: bool,
-    documents: bool,
-    ema: bool,
-    offload: float,
     memory_gib: float | None,
+    step: Mapping[str, Any],
 ) -> None:
     """Print what a layout needs, or, with `memory_gib`, layouts that fit. Reads settings alone. Raises UserError.
 
-    `given` are axes of the layout: others are 1, or, with `memory_gib`, looked for; so is `recompute`.
+    `given` are axes of the layout: others are 1, or, with `memory_gib`, looked for; so is `recompute`. `step` is the
+    rest of what `setup_of` takes.
     """
     model, layout = model_of(folder), LayoutConfig(**given)
     ranks = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp if gpus is None else gpus
-    if precision not in ITEMSIZE:
-        raise UserError(f"--precision {precision}: unknown; known: {', '.join(ITEMSIZE)}")
-    sizes = {
-        "seq_length": seq_length,
-        "micro_batch_size": micro_batch_size,
-        "global_batch_size": global_batch_size,
-    }
-    _check_sizes({"gpus": ranks, **sizes}, memory_gib)
-    if not 0 <= offload <= 1:
-        raise UserError(f"--offload {offload:g}: must be a fraction between 0 and 1")
-    rest: dict[str, Any] = {
-        "precision": precision,
-        "flash": flash,
-        "documents": documents,
-        "recompute_modules": recompute_modules,
-        "ema": ema,
-        "offload": offload,
-    }
+    _check(ranks, memory_gib, step)
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a pipe has no width; its columns are not to be cut
     if memory_gib is not None:
-        setups = candidates(model, ranks, given=given, **sizes, **rest)
+        setups = candidates(model, ranks, given=given, **step)
         recomputes = (recompute,) if recompute else ("none", "full")
         console.print(_suggestions(suggest(model, setups, int(memory_gib * 2**30), recomputes=recomputes), memory_gib))
         return
-    setup = setup_of(model, layout, ranks, recompute=recompute or "none", **sizes, **rest)
+    setup = setup_of(model, layout, ranks, recompute=recompute or "none", **step)
     console.print(_stages(model, setup))
     saving = max(memory(model, setup, stage).saving for stage in range(layout.pp))
     console.print(f"a save takes {human_bytes(saving)} more, of the host, at most")
     console.print(_sent(communication(model, setup)))
-    tokens = global_batch_size * seq_length
-    console.print(f"{flops(model, seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")
+    tokens = step["global_batch_size"] * setup.seq_length
+    console.print(f"{flops(model, setup.seq_length) * tokens:.3g} FLOP a step of {tokens:,} tokens")
 
 
-def _check_sizes(sizes: Mapping[str, int], memory_gib: float | None) -> None:
-    for name, value in sizes.items():
+def _check(ranks: int, memory_gib: float | None, step: Mapping[str, Any]) -> None:
+    if step["precision"] not in ITEMSIZE:
+        raise UserError(f"--precision {step['precision']}: unknown; known: {', '.join(ITEMSIZE)}")
+    counts = {name: step[name] for name in ("seq_length", "micro_batch_size", "global_batch_size")}
+    for name, value in {"gpus": ranks, **counts}.items():
         option = "--" + name.replace("_", "-")
         if value < 1:
             raise UserError(f"{option} {value}: must be 1 or more")
@@ -89,6 +70,8 @@ def _check_sizes(sizes: Mapping[str, int], memory_gib: float | None) -> None:
             raise UserError(f"{option}: must be at most {MOST}")
     if memory_gib is not None and not 0 < memory_gib <= MOST:
         raise UserError(f"--memory-gib {memory_gib:g}: must be a positive number, at most {MOST}")
+    if not 0 <= step["offload"] <= 1:
+        raise UserError(f"--offload {step['offload']:g}: must be a fraction between 0 and 1")
 
 
 def model_of(folder: Path) -> ModelConfig:
@@ -111,7 +94,7 @@ def _stages(model: ModelConfig, setup: Setup) -> Table:
     )
     sizes = ("weights", "gradients", "optimizer", "activations", "total", *(("host",) if setup.offload else ()))
     for column in ("stage", "parameters", *sizes):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     for stage in range(layout.pp):
         found = memory(model, setup, stage)
         parts = (getattr(found, name) for name in sizes)
@@ -129,8 +112,8 @@ def _sent(sent: Communication) -> Table:
 
 def _suggestions(found: list[Candidate], memory_gib: float) -> Table:
     table = Table(title=f"layouts that fit into {memory_gib:g} GiB, the fastest by estimate first")
-    for column in ("layout", "dp", "recompute", "memory a rank", "sent a step"):
-        table.add_column(column, justify="right")
+    for column in ("layout", "dp", "recompute", "memory a rank", "of the host, at a save", "sent a step"):
+        table.add_column(column, justify="right", overflow="fold")
     for candidate in found:
         setup = candidate.setup
         table.add_row(
@@ -138,6 +121,7 @@ def _suggestions(found: list[Candidate], memory_gib: float) -> Table:
             str(setup.dp),
             setup.recompute,
             human_bytes(candidate.memory.total),
+            human_bytes(candidate.memory.host + candidate.memory.saving),
             human_bytes(candidate.communication.total),
         )
     return table

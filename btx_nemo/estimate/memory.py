@@ -230,9 +230,12 @@ def activations(model: ModelConfig, setup: Setup, stage: int) -> int:
     else:
         kept = [sum(layer.kept for layer in chunk) for chunk in layers]
         once = max(max(layer.again for chunk in layers for layer in chunk), last)
+    flying = _in_flight(setup, stage)
     mask = setup.micro_batch_size * setup.positions * setup.seq_length if setup.documents else 0
+    if setup.recompute == "full" or setup.again("core_attn"):  # Megatron keeps the mask among what it computes from
+        mask *= flying
     # Micro-batches go through a rank's chunks in groups of pp: each passes the first, then each the second.
-    return sum(kept[number // layout.pp % layout.vpp] for number in range(_in_flight(setup, stage))) + once + mask
+    return sum(kept[number // layout.pp % layout.vpp] for number in range(flying)) + once + mask
 
 
 def _in_flight(setup: Setup, stage: int) -> int:
@@ -265,11 +268,23 @@ def _layer(model: ModelConfig, setup: Setup, layer: int) -> _Layer:
     # Inputs and outputs of the two norms, and the attention's output.
     kept, again = 5 * tokens * hidden * size // tp, 0
     kept += tokens * query * size // tp  # rotated queries
+    kept += tokens * _before_norms(model, size) // tp
     kept += 4 * setup.positions * model.head_dim * size  # sines and cosines, for queries and keys
     for module, parts in (("core_attn", _attention(model, setup)), ("mlp", _feed_forward(model, setup, layer))):
         module = "moe" if module == "mlp" and model.is_mixture(layer) else module
         kept, again = (kept, max(again, parts)) if setup.again(module) else (kept + parts, again)
     return _Layer(kept, again)
+
+
+def _before_norms(model: ModelConfig, size: int) -> int:
+    """Queries and keys as they came, of a token, where they are normalised, and the norms' fp32 scales."""
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    query, key = heads * model.head_dim * size, groups * model.head_dim * size
+    if model.qk_norm == "full":
+        return query + key + 2 * FP32
+    if model.qk_norm == "head":  # the keys still lie among all that the projection made
+        return query + (query + 2 * key) + (heads + groups) * FP32
+    return 0
 
 
 def _attention(model: ModelConfig, setup: Setup) -> int:

@@ -12,6 +12,7 @@ from btx_nemo.config.load import load
 from btx_nemo.config.schema import NO_EFFECT, SAME_RESULT
 from btx_nemo.errors import UserError
 from btx_nemo.launch.settings import READERS
+from btx_nemo.mix.config import MixConfig
 
 LEFT_OUT = (*NO_EFFECT, *SAME_RESULT, "out", "init_from", "seed", "experts", "missing", "workers")
 """What changes no result, and what names inputs and places."""
@@ -22,9 +23,19 @@ DATA = "data.path"
 def composed(stage: str, arguments: Sequence[str], given: Mapping[str, str]) -> dict[str, str] | None:
     """Key -> value in JSON, every default filled in; the same for two files of the same content.
 
-    None where they cannot be read, and with BTX_CLI, whose settings are its own. `given` are the settings among the
-    `arguments` of the stage's script.
+    None where `configured` is. `given` are the settings among the `arguments` of the stage's script.
     """
+    config = configured(stage, arguments)
+    if config is None:
+        return None
+    # A mix's seed is an input; a training's is a number.
+    left_out = {*LEFT_OUT} - (set() if isinstance(config, MixConfig) else {"seed"})
+    leaves = {key: value for key, value in _leaves(config).items() if key not in left_out}
+    return {**leaves, DATA: given.get(DATA, "unset")} if DATA in leaves else leaves
+
+
+def configured(stage: str, arguments: Sequence[str]) -> Any:
+    """The configuration that a stage's command would read; None where it cannot be read, and with BTX_CLI."""
     flags = dict(word.removeprefix("--").split("=", 1) for word in arguments if word.startswith("--") and "=" in word)
     if "config-name" not in flags or os.environ.get("BTX_CLI"):
         return None
@@ -35,13 +46,9 @@ def composed(stage: str, arguments: Sequence[str], given: Mapping[str, str]) -> 
     overrides = [word for word in arguments if word.startswith("~") or ("=" in word and word[:2] != "--")]
     try:
         values = load(command, flags["config-name"], [*own, *overrides], flags.get("config-path"))
-        config = READERS[command](values, stage)
+        return READERS[command](values, stage)
     except UserError:
         return None  # the command says so itself
-    # A mix's seed is an input; a training's is a number.
-    left_out = {*LEFT_OUT} - ({"seed"} if command == "train" else set())
-    leaves = {key: value for key, value in _leaves(config).items() if key not in left_out}
-    return {**leaves, DATA: given.get(DATA, "unset")} if DATA in leaves else leaves
 
 
 def _leaves(config: Any, prefix: str = "") -> dict[str, str]:

@@ -24,7 +24,8 @@ from btx_nemo.checkpoints.files import read_json
 from btx_nemo.checkpoints.manifest import MANIFEST
 from btx_nemo.config.schema import NO_EFFECT, SAME_RESULT
 from btx_nemo.errors import UserError
-from btx_nemo.launch.composed import composed, override
+from btx_nemo.launch.composed import composed, configured, override
+from btx_nemo.launch.words import spell
 
 BLOCK, BLOCKS = 1 << 16, 1 << 10
 """Bytes of a sample, and samples of a folder: 64 MiB are read at most, of a model of any size."""
@@ -168,12 +169,15 @@ def made_of(runs: Path, stage: str) -> Made | None:
 def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], arguments: Sequence[str]) -> None:
     """Called by a script before it works on `out`: records what it makes it of.
 
-    An `out` that was made of other inputs is put aside first. Raises UserError for one made with other settings, and
-    for one of whose inputs one is not there now.
+    An `out` that was made of other inputs is put aside first. Raises UserError for one made with other settings, for
+    one of whose inputs one is not there now, and for a configuration that starts from what the script does not know.
     """
-    start = override("init_from", arguments)  # the scripts know less of quotes than Hydra
-    if start is not None and "from" in inputs:
-        inputs = {**inputs, "from": Path(start)}
+    if "from" in inputs:
+        start = override("init_from", arguments)  # the scripts know less of quotes than Hydra
+        if start is not None:
+            inputs = {**inputs, "from": Path(start)}
+        else:
+            _check_start(stage, inputs["from"], arguments)
     now, then = Made.now(stage, inputs, arguments), made_of(runs, stage)
     there = os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir()))
     values = {"inputs": now.inputs, "settings": now.settings}
@@ -192,6 +196,19 @@ def begin(runs: Path, stage: str, out: Path, inputs: Mapping[str, Path], argumen
     elif there:
         return  # made without a script: taken as it is
     write_file(made_path(runs, stage), json.dumps(values, indent=2) + "\n")
+
+
+def _check_start(stage: str, start: Path, arguments: Sequence[str]) -> None:
+    """Raise UserError for a configuration that starts from elsewhere than its script was told."""
+    config = configured(stage, arguments)
+    if config is None:
+        return
+    own = config.init_from
+    if own is None or Path(own).absolute() != start.absolute():
+        raise UserError(
+            f"{stage}: its configuration starts from {own or 'nothing'}, and its script would record {start}; "
+            f"give init_from={spell(own)} among the overrides (set.init_from in a pipeline)"
+        )
 
 
 def check_there(runs: Path, stage: str, missing: Sequence[str], inputs: Mapping[str, Path]) -> None:

@@ -34,15 +34,19 @@ RESERVED = {
     "export.sh": ("in", "out"),
 }
 """Keys that each script sets itself, and refuses."""
+MIXTURES = {"mix.sh": "top_k", "train_router.sh": "moe.top_k", "train_mix.sh": "moe.top_k"}
+"""The key of the experts per token, of what makes or trains the mixture."""
 
 
-def check_settings(jobs: Iterable[Job], *, paired: bool) -> None:
+def check_settings(jobs: Iterable[Job], mix: Job | None, *, paired: bool) -> None:
     """Raise UserError, naming the stage, for a setting that the stage's command would refuse.
 
-    `paired`: whether the experts train two-expert models. What depends on models and data is not looked at. With
-    BTX_CLI only what the scripts set themselves is: that command's settings are its own.
+    `mix` makes the mixture that the jobs train, where that is known; `paired`: whether the experts train two-expert
+    models. What depends on models and data is not looked at. With BTX_CLI only what the scripts set themselves is: that
+    command's settings are its own.
     """
     seen = set()
+    experts = _experts(mix)
     for job in jobs:
         settings = tuple(argument for argument in job.args if "=" in argument)
         for setting in settings:
@@ -52,22 +56,50 @@ def check_settings(jobs: Iterable[Job], *, paired: bool) -> None:
         if job.script not in FOLDERS or os.environ.get("BTX_CLI") or (job.script, settings) in seen:
             continue
         seen.add((job.script, settings))
-        folder = FOLDERS[job.script]
-        flags = dict(s.removeprefix("--").split("=", 1) for s in settings if s.startswith("--"))
-        overrides = [setting for setting in settings if not setting.startswith("--")]
-        own = ["out=out"]
-        name = flags["config-name"]
-        if job.script == "train_expert.sh":
-            own.append("domain=d")
         try:
-            values = load(folder, name, [*own, *overrides], flags.get("config-path"))
-            _check_fits(job, READERS[folder](values, f"{folder}/{name}.yaml"), paired)
+            _check_fits(job, _read(job), paired, experts)
         except UserError as error:
             raise UserError(f"{job.name}: {error}") from error
 
 
-def _check_fits(job: Job, config: Any, paired: bool) -> None:
+def _read(job: Job) -> Any:
+    """The configuration that the job's command would read."""
+    settings = [argument for argument in job.args if "=" in argument]
+    flags = dict(s.removeprefix("--").split("=", 1) for s in settings if s.startswith("--"))
+    overrides = [setting for setting in settings if not setting.startswith("--")]
+    own = ["out=out", *(["domain=d"] if job.script == "train_expert.sh" else [])]
+    folder, name = FOLDERS[job.script], flags["config-name"]
+    values = load(folder, name, [*own, *overrides], flags.get("config-path"))
+    return READERS[folder](values, f"{folder}/{name}.yaml")
+
+
+def _experts(mix: Job | None) -> int | None:
+    """Experts of the mixture if none is missing; None where that is not known here."""
+    if mix is None or os.environ.get("BTX_CLI"):
+        return None
+    try:
+        config = _read(mix)
+    except UserError:
+        return None  # it is said of the mix itself
+    domains = sum(name.startswith("expert-") for name in mix.inputs)
+    if config.recipe in ("bar", "flexolmo"):
+        return 1 + domains
+    if config.recipe == "btx":
+        from btx_nemo.mix.recipes.btx import Options
+
+        options = Options(**config.options)
+        return (domains + options.include_seed) * (options.chunks if options.variant == "split" else 1)
+    return None
+
+
+def _check_fits(job: Job, config: Any, paired: bool, experts: int | None) -> None:
     """Raise UserError for a recipe or a training that is not for what the pipeline makes before it."""
+    if experts is not None and job.script in MIXTURES:
+        key = MIXTURES[job.script]
+        top_k = config.top_k if key == "top_k" else config.moe.top_k
+        if top_k is not None and top_k > experts:
+            remedy = f"give {job.name}.set.{key}={experts}, or more domains"
+            raise UserError(f"{key}={top_k}: the mixture has {experts} experts; {remedy}")
     if FOLDERS[job.script] == "mix":
         from btx_nemo.mix.recipes import get_recipe
 

@@ -24,7 +24,7 @@ from btx_nemo.launch.batches import Submission, script, submit_all
 from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.launch.decide import Todo, decide, line, redone
 from btx_nemo.launch.graph import Job, graph, places
-from btx_nemo.launch.identity import free_place, made_path, put_aside
+from btx_nemo.launch.identity import free_place, made_of, made_path, put_aside
 from btx_nemo.launch.local import run_here
 from btx_nemo.launch.options import check_options
 from btx_nemo.launch.settings import check_settings
@@ -182,7 +182,10 @@ def _todos(
             raise UserError(f"{todo.job.name} runs as a process of this machine; wait for it, or: btx-nemo cancel")
         if save and one is not None and one is not submitted[todo.job.name]:
             state.save_submitted(runs, todo.job.name, one)
-    check_settings((todo.job for todo in todos if todo.action == "run"), paired=paired)
+    mix = next((todo.job for todo in todos if todo.job.name == "mix"), None)
+    if mix is not None and os.path.lexists(mix.out) and made_of(runs, "mix") is None:
+        mix = None  # made without the pipeline, and taken as it is
+    check_settings((todo.job for todo in todos if todo.action == "run"), mix, paired=paired)
     return todos
 
 

@@ -9,17 +9,31 @@ import torch
 from torch import Tensor
 
 
+def _mean(values: Tensor) -> Tensor:
+    """Of each row: [..., W] -> [..., 1]."""
+    return values.mean(-1, keepdim=True)
+
+
 class _RootMeanSquareNorm(torch.autograd.Function):
     """weight * x / sqrt(mean(x^2) + eps) over the last dimension, in fp32; the result has the dtype of x.
 
     For the backward pass it keeps x as it came and one number a row. Left to itself, autograd would keep an fp32 copy
-    of x and the normalised rows too, and take the gradient of each operation by itself: five times as long on a CPU.
+    of x and the normalised rows too, and take the gradient of each operation by itself. Where x is one rank's part of
+    the rows, `mean` is that of whole rows, forwards of the squares and backwards of what comes down through them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, round_first: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        round_first: bool,
+        mean: Callable[[Tensor], Tensor] = _mean,
+    ) -> Tensor:
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        scale = torch.rsqrt(mean(x32.square()) + eps)
+        ctx.mean = mean
         ctx.save_for_backward(x, weight, scale)
         normed = x32 * scale
         return weight * normed.to(x.dtype) if round_first else (weight * normed).to(x.dtype)
@@ -31,10 +45,10 @@ class _RootMeanSquareNorm(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             inner = gradient * weight
-            of_x = (scale * (inner - normed * (inner * normed).mean(-1, keepdim=True))).to(x.dtype)
+            of_x = (scale * (inner - normed * ctx.mean(inner * normed))).to(x.dtype)
         if ctx.needs_input_grad[1]:
             of_weight = (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        return of_x, of_weight, None, None
+        return of_x, of_weight, None, None, None
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -73,21 +87,19 @@ class QueryNorm(torch.nn.Module):
         return config.num_attention_heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of squares runs over the heads of all ranks."""
+        """OLMo rounds once, after the weight, where Llama rounds before it."""
         from megatron.core import parallel_state as mpu
-        from megatron.core.tensor_parallel.mappings import (
-            copy_to_tensor_model_parallel_region,
-            reduce_from_tensor_model_parallel_region,
-        )
 
-        x32 = x.float().flatten(-2)
-        squares = x32.square().sum(-1, keepdim=True)
-        # Each rank normalises its own part by the sum of all: forward and backward both add over the ranks.
-        squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
-        first = mpu.get_tensor_model_parallel_rank() * x32.shape[-1]
-        weight = self.weight[first : first + x32.shape[-1]]
-        # OLMo rounds once, after the weight, where Llama rounds before it.
-        return (weight * (x32 * torch.rsqrt(squares / self.width + self.epsilon))).to(x.dtype).view_as(x)
+        rows = x.flatten(-2)
+        first = mpu.get_tensor_model_parallel_rank() * rows.shape[-1]
+        weight = self.weight[first : first + rows.shape[-1]]
+        return _RootMeanSquareNorm.apply(rows, weight, self.epsilon, False, self._mean).view_as(x)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        """Over the heads of all ranks."""
+        from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+
+        return reduce_from_tensor_model_parallel_region(values.sum(-1, keepdim=True)) / self.width
 
 
 class KeyNorm(QueryNorm):

@@ -117,6 +117,8 @@ class Report:
             self._write({"step": step, **record})
         losses = "  ".join(f"{domain} {loss:.4f}" for domain, loss in record["valid"].items())
         self.say(f"step {step}: validation loss  {losses}")
+        if not all(map(math.isfinite, record["valid"].values())):
+            self.say(f"warning: step {step}: a validation loss is not finite; look at the weights before they are used")
 
     def _write(self, record: dict[str, Any]) -> None:
         self.metrics.write(record)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from btx_nemo.config.choice import check_choice
 from btx_nemo.config.schema import TrainConfig
+from btx_nemo.data.prepare import KINDS
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
 from btx_nemo.families.target import choose_target
@@ -65,6 +67,14 @@ def check_trained(config: TrainConfig, names: Sequence[str]) -> None:
 
 def check_kinds(config: TrainConfig, kinds: Iterable[str]) -> None:
     """Raises UserError where a stage does not train on data of these kinds (text, chat)."""
+    wanted = config.data.kind
+    if wanted is not None:
+        check_choice("data.kind", wanted, KINDS)
+        if wanted not in kinds:
+            raise UserError(
+                f"data.path={config.data.path}: has no {wanted}, which this stage trains on (data.kind={wanted}); "
+                "give the folder that has it"
+            )
     if config.stage == "sft" and "chat" not in kinds:
         other = "stage=expert (dense) or stage=mix (a mixture)"
         raise UserError(f"stage=sft: trains on chats, but all in data.path={config.data.path} is text; give {other}")

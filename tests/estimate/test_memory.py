@@ -56,15 +56,52 @@ def test_parameters_of_every_rank(
         assert memory(shape, setup(layout, count), stage).parameters == held
 
 
-@pytest.mark.parametrize("moe", [None, MOE, SHARED, SOME], ids=["dense", "moe", "shared", "some-layers"])
+SHAPES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "moe": {"moe": MOE},
+    "shared": {"moe": SHARED},
+    "some-layers": {"moe": SOME},
+    "qwen3": {"family": "qwen3", "qk_norm": "head"},
+    "olmo2": {"family": "olmo2", "qk_norm": "full", "post_norm": True},
+}
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("batch", "length"), [(2, 64), (1, 128)])
-def test_what_autograd_keeps(ranks: RankPool, moe: MoEConfig | None, precision: str, batch: int, length: int) -> None:
-    layout, shape = LayoutConfig(), model(moe=moe)
+def test_what_autograd_keeps(ranks: RankPool, kind: str, precision: str, batch: int, length: int) -> None:
+    layout, shape = LayoutConfig(), model(**SHAPES[kind])
     (kept,) = ranks.run(estimate_jobs.kept_bytes, shape, layout, batch, length, precision, ranks=1)
     step = setup(layout, 1, seq_length=length, micro_batch_size=batch, precision=precision)
     logits = 4 * step.tokens * shape.vocab_size  # one of the two is gone by then
     assert activations(shape, step, 0) - logits == pytest.approx(kept, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [{"recompute": "none"}, {"recompute": "full"}]
+    + [{"recompute": "selective", "recompute_modules": (module,)} for module in ("core_attn", "mlp")],
+    ids=["none", "full", "core_attn", "mlp"],
+)
+def test_what_recomputes_attention_keeps_each_micro_batchs_document_mask(
+    ranks: RankPool, recompute: dict[str, Any]
+) -> None:
+    kept = [
+        ranks.run(estimate_jobs.kept_bytes, model(), LayoutConfig(), 2, 64, "fp32", documents, recompute, ranks=1)[0]
+        for documents in (False, True)
+    ]
+    # The first of two stages holds two micro-batches when there are two.
+    planned = [
+        [
+            activations(model(), setup(LayoutConfig(pp=2), 2, microbatches=n, documents=documents, **recompute), 0)
+            for documents in (False, True)
+        ]
+        for n in (1, 2)
+    ]
+    (one, one_masked), (two, two_masked) = planned
+    assert one_masked - one == 2 * 64 * 64  # batch x S^2
+    order = 4 * 8 * 64  # of the gathered keys, by layer, where they are kept
+    assert (two_masked - two) - (one_masked - one) == pytest.approx(kept[1] - kept[0], abs=order)
 
 
 def test_recomputation_and_flash_save_what_they_should() -> None:
@@ -117,6 +154,7 @@ def test_an_average_and_an_optimizer_on_the_host(precision: str, main: int) -> N
         (2, "--etp 2 --moe"),
         (1, "--precision bf16 --ema --offload 0.7"),
         (1, "--documents"),
+        (2, "--documents --recompute full --pp 2"),
         (2, "--ep 2 --moe --precision bf16 --save"),
     ],
 )

@@ -11,11 +11,13 @@ from btx_testing.commands import CommandServer
 
 from btx_nemo.config.schema import LayoutConfig
 from btx_nemo.errors import UserError
+from btx_nemo.estimate.command import model_of
 from btx_nemo.estimate.communication import communication
-from btx_nemo.estimate.memory import Setup, worst
+from btx_nemo.estimate.memory import Setup, memory, worst
 from btx_nemo.estimate.suggest import HEADROOM, candidates, flops, suggest
 from btx_nemo.families.config import ModelConfig, MoEConfig
 from btx_nemo.megatron.parallel import check_batch, check_layout
+from btx_nemo.plan.progress import human_bytes
 
 MIXTRAL = ModelConfig(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, head_dim=128,
@@ -136,14 +138,28 @@ def test_the_command(commands: CommandServer, folder: Path) -> None:
     ended = commands.run("plan", folder, "--tp", "2", "--gpus", "4", "--seq-length", "2048")
     assert ended.code == 0 and "optimizer" in ended.out and "FLOP a step of 2,097,152 tokens" in ended.out
     assert "a save takes " in ended.out
-    assert (
-        ended.out
-        != commands.run("plan", folder, *["--tp", "2", "--gpus", "4", "--seq-length", "2048"], "--documents").out
-    )
     ended = commands.run("plan", folder, *["--pp", "2", "--vpp", "11", "--cp", "2", "--recompute", "selective"])
     assert ended.code == 0 and "a rank of tp=1 pp=2 vpp=11 cp=2 ep=1, 4 ranks" in " ".join(ended.out.split())
     ended = commands.run("plan", folder, "--gpus", "8", "--memory-gib", "40")
     assert ended.code == 0 and "layouts that fit into 40 GiB" in ended.out
+
+
+@pytest.mark.parametrize("options", [[], ["--documents"], ["--local", "--recompute", "selective"]])
+def test_it_prints_the_estimate(commands: CommandServer, folder: Path, options: list[str]) -> None:
+    arguments = ["--tp", "2", "--gpus", "4", "--seq-length", "2048", *options]
+    ended = commands.run("plan", folder, *arguments)  # into a pipe: nothing is cut off
+    setup = Setup(
+        LayoutConfig(tp=2), 4, 2048, 1, 512,
+        flash="--local" not in options,
+        documents="--documents" in options,
+        recompute="selective" if "selective" in options else "none",
+    )  # fmt: skip
+    planned = memory(model_of(folder), setup, stage=0)
+    names = ("weights", "gradients", "optimizer", "activations", "total")
+    (row,) = (line for line in ended.out.splitlines() if f"{planned.parameters:,}" in line)
+    assert [cell.strip() for cell in row.strip("│ ").split("│")][2:] == [
+        human_bytes(getattr(planned, name)) for name in names
+    ]
 
 
 @pytest.mark.parametrize(

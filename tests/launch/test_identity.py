@@ -225,3 +225,26 @@ def test_what_was_made_without_a_script_is_taken_as_it_is(tmp_path: Path) -> Non
     out = make(tmp_path / "expert-math")
     begin(tmp_path, "expert-math", out, {}, ["steps=1"])
     assert made_of(tmp_path, "expert-math") is None and out.exists()
+
+
+def test_a_configuration_that_starts_from_elsewhere_says_so_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: the script knows the seed, the file of conf/ another model. What is recorded must be what is read."""
+    monkeypatch.delenv("BTX_CLI", raising=False)
+    monkeypatch.setenv("BTX_RUNS", str(tmp_path))
+    (tmp_path / "state").mkdir()
+    seed, pair, out = make(tmp_path / "seed"), make(tmp_path / "pair-math"), tmp_path / "expert-math"
+    monkeypatch.setenv("BTX_SEED", str(seed))
+
+    def start(name: str, *words: str) -> None:
+        begin(tmp_path, "expert-math", out, {"from": seed}, [f"--config-name={name}", *words])
+
+    start("tiny_expert")
+    with pytest.raises(UserError, match=rf"starts from {pair}, .* would record {seed}; give init_from={pair} among"):
+        start("tiny_bar_midtrain")
+    with pytest.raises(UserError, match=r"starts from nothing, .* give init_from=null among"):
+        start("tiny_seed")
+    start("tiny_bar_midtrain", f"init_from='{pair}'")
+    then = made_of(tmp_path, "expert-math")
+    assert then is not None and then.inputs == {"from": fingerprint(pair)}

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from btx_testing.commands import CommandServer, wait_until
 from btx_testing.configs import BAR
+from btx_testing.configs import PIPELINES as WORDS
 from btx_testing.mixing import SMALL, make_models, mix_arguments
 from btx_testing.models import make_llama
 from btx_testing.runs import TinyWorld, logged_step
@@ -145,6 +146,29 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
         submit(["math", "mix.config=bar"], runs=runs)
     with pytest.raises(UserError, match=r"submit/bar.yaml: anchor is required; give anchor=VALUE"):
         submit(["math", *BAR], config_name="bar", runs=runs)
+
+
+def test_more_experts_a_token_than_the_pipeline_makes_are_refused(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("BTX_CLI")
+
+    def went(name: str, *words: str) -> None:
+        submit([*words, *(word for word in WORDS[name] if "=" in word)], config_name=name, runs=runs, dry_run=True)
+
+    for name, words, message in (
+        ("flexolmo", [], "router: moe.top_k=4: the mixture has 3 experts; give router.set.moe.top_k=3, or more dom"),
+        ("pipeline", ["joint.set.moe.top_k=3", "mix.set.include_seed=false"], "joint: .* the mixture has 2 experts"),
+        ("pipeline", ["joint.set.moe.top_k=7", "mix.set.variant=split"], "joint: .* the mixture has 6 experts"),
+        ("pipeline", ["mix.set.top_k=4"], "mix: top_k=4: the mixture has 3 experts; give mix.set.top_k=3"),
+    ):
+        with pytest.raises(UserError, match=message):
+            went(name, "math", "code", *words)
+    went("flexolmo", "math", "code", "router.set.moe.top_k=3")
+    went("pipeline", "math", "code", "joint.set.moe.top_k=9", "mix.config=divmoe")  # a number that only it knows
+    (runs / "mix").mkdir()  # made by hand: how many it has is not known
+    (runs / "mix" / "config.json").write_text("{}")
+    went("flexolmo", "math", "code")
 
 
 def test_what_scripts_set_themselves_is_refused(runs: Path) -> None:
@@ -324,6 +348,16 @@ def test_a_pipeline_in_a_folder_of_one_s_own(runs: Path, capsys: pytest.CaptureF
     assert "# expert-prose: new" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"bad.yaml: Incompatible key type .* expert.stages .*; put quotes around"):
         submit(["math"], config_name="bad", config_path=str(own), runs=runs)
+
+
+def test_flexolmo_here(runs: Path) -> None:
+    """Pairs of the public model with itself, what was trained of them merged, and the routers of that."""
+    submit(["math", "until=train", *WORDS["flexolmo"][3:], "expert.set.steps=1"], config_name="flexolmo", runs=runs)
+    pair, mix = (json.loads((runs / stage / "manifest.json").read_text()) for stage in ("pair-math", "mix"))
+    assert (pair["seed"], pair["experts.math"]) == (f"{runs}/seed", f"{runs}/seed")
+    assert (mix["seed"], mix["experts.math"]) == (f"{runs}/seed", f"{runs}/expert-math")
+    for stage, start in (("expert-math", "pair-math"), ("router", "mix")):
+        assert f"init_from='{runs}/{start}'" in json.loads((runs / stage / "starts.jsonl").read_text())["argv"]
 
 
 def test_a_pair_of_models_that_are_still_trained_is_refused(runs: Path) -> None:

@@ -152,6 +152,16 @@ def test_the_export_is_the_average_by_hand(
     assert "stored tensors are averages" in half.out
 
 
+def test_an_export_of_averages_is_loaded_in_their_dtype(
+    world: TinyWorld, commands: CommandServer, tmp_path: Path
+) -> None:
+    """Also where most weights are frozen, and of 16 bits: transformers takes all in the one dtype of config.json."""
+    options = {"precision": "bf16", "train": "['*final_layernorm*']", "ema__decay": DECAY, "steps": 3}
+    ok(commands.run(*world.arguments("tiny_expert", tmp_path / "run", **options)))
+    assert json.loads((tmp_path / "run" / "hf-ema" / "config.json").read_text())["dtype"] == "float32"
+    assert {value.dtype for value in load_folder(tmp_path / "run" / "hf-ema").values()} == {torch.float32}
+
+
 def test_killed_and_resumed_it_is_the_same(
     world: TinyWorld, commands: CommandServer, averaged: Path, tmp_path: Path
 ) -> None:

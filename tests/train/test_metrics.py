@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from btx_nemo.train.metrics import MetricsFile, TrainProgress, load_bars, routing_text
+from btx_nemo.train.report import Report
 
 
 def write(path: Path, *steps: int, end: str = "") -> None:
@@ -106,3 +109,11 @@ def test_routing_in_a_few_words() -> None:
         f"load {load_bars(load[1:])}  entropy 100%  dropped 10.0%"
     )
     assert routing_text([[1.0]], [0.0], [0.0], 0).endswith("entropy 0%")
+
+
+def test_a_validation_loss_that_is_no_number_is_pointed_out() -> None:
+    lines: list[str] = []
+    report = cast(Report, SimpleNamespace(first=False, say=lines.append))
+    Report.validation(report, 3, {"valid": {"math": 1.0}})
+    Report.validation(report, 4, {"valid": {"math": 1.0, "code": math.nan}})
+    assert len(lines) == 3 and lines[-1].startswith("warning: step 4: a validation loss is not finite")

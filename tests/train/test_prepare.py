@@ -175,6 +175,8 @@ CASES = [
     ("tiny_expert", ["out={tmp}/file"], "out={tmp}/file: exists and is no run directory"),
     # what trains
     ("tiny_router", ["train=[]"], "embedding.word_embeddings.weight: would train, but stage=router trains routers"),
+    ("tiny_expert", ["data.kind=chat"], "data.path={data}: has no chat, which this stage trains on (data.kind=chat)"),
+    ("tiny_expert", ["data.kind=video"], "data.kind=video: unknown; known: text, chat"),
     ("tiny_expert", ["stage=sft"], "stage=sft: trains on chats, but all in data.path={data} is text; give stage="),
     (
         "tiny_mix",

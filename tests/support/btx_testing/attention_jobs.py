@@ -13,23 +13,25 @@ from btx_nemo.families.config import ModelConfig
 LENGTH, BATCH, HEADS, GROUPS, WIDTH = 24, 2, 4, 2, 16
 
 
-def core_attentions(precision: str, hides: str) -> tuple[dict[str, tuple[Tensor, Tensor]], set[str]]:
-    """What each finds, and its gradients: name -> (ours, Megatron's). `hides`: later, window or documents.
-
-    And the operations that ours goes backwards through.
-    """
+def core_attentions(precision: str, hides: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """What each finds, and its gradients: name -> (ours, Megatron's). `hides`: later, window or documents."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from btx_nemo.megatron.attention import local_attention
     from btx_nemo.megatron.parallel import parallel_state
 
     with parallel_state(LayoutConfig(), seed=0):
-        (ours, steps), (theirs, _) = (_run(cls, precision, hides) for cls in (local_attention(), DotProductAttention))
-    return {name: (value, theirs[name]) for name, value in ours.items()}, steps
+        ours, theirs = (_run(cls, precision, hides) for cls in (local_attention(), DotProductAttention))
+    return {name: (value, theirs[name]) for name, value in ours.items()}
 
 
-def steps_backwards(output: Tensor) -> set[str]:
-    """Names of the operations that a backward pass from here goes through."""
+def steps_backwards(precision: str, hides: str) -> set[str]:
+    """Names of the operations that our backward pass goes through."""
+    from btx_nemo.megatron.attention import local_attention
+    from btx_nemo.megatron.parallel import parallel_state
+
+    with parallel_state(LayoutConfig(), seed=0):
+        output, _, _ = _forward(local_attention(), precision, hides)
     found, ahead = {}, [output.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -39,7 +41,14 @@ def steps_backwards(output: Tensor) -> set[str]:
     return set(found.values())
 
 
-def _run(attention: Any, precision: str, hides: str) -> tuple[dict[str, Tensor], set[str]]:
+def _run(attention: Any, precision: str, hides: str) -> dict[str, Tensor]:
+    output, inputs, draw = _forward(attention, precision, hides)
+    output.backward(torch.randn(output.shape, generator=draw).to(output.dtype))
+    gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
+    return {"output": output.detach(), **gradients}
+
+
+def _forward(attention: Any, precision: str, hides: str) -> tuple[Tensor, dict[str, Tensor], torch.Generator]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from btx_nemo.megatron.documents import document_mask
@@ -60,8 +69,4 @@ def _run(attention: Any, precision: str, hides: str) -> tuple[dict[str, Tensor],
         name: torch.randn(LENGTH, BATCH, heads, WIDTH, generator=draw).to(DTYPES[precision]).requires_grad_()
         for name, heads in shapes.items()
     }
-    output = module(**inputs, attention_mask=mask)
-    steps = steps_backwards(output)
-    output.backward(torch.randn(output.shape, generator=draw).to(output.dtype))
-    gradients = {name: value.grad for name, value in inputs.items() if value.grad is not None}
-    return {"output": output.detach(), **gradients}, steps
+    return module(**inputs, attention_mask=mask), inputs, draw

@@ -24,7 +24,7 @@ BAR = [
 PIPELINES = {
     "pipeline": ["math", "code"],
     "bar": ["math", "code", "experts.code.stages.mid=null", "anchor=a", *BAR],
-    "flexolmo": ["math", "code", "expert.set.global_batch_size=4", "router.set.global_batch_size=4"],
+    "flexolmo": ["math", "code", "news", "expert.set.global_batch_size=4", "router.set.global_batch_size=4"],
 }
 REQUIRED = {
     **TRAINING,

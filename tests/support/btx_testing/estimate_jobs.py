@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,12 +22,25 @@ def parameters(model: ModelConfig, layout: LayoutConfig) -> tuple[int, int]:
         return mpu.get_pipeline_model_parallel_rank(), sum(parameter.numel() for parameter in gpt.parameters())
 
 
-def kept_bytes(model: ModelConfig, layout: LayoutConfig, batch: int, length: int, precision: str) -> int:
-    """Bytes of all memory that autograd keeps between forward and backward, but for the parameters'."""
+def kept_bytes(
+    model: ModelConfig,
+    layout: LayoutConfig,
+    batch: int,
+    length: int,
+    precision: str,
+    documents: bool = False,
+    recompute: Mapping[str, Any] | None = None,
+) -> int:
+    """Bytes of all memory that autograd keeps between forward and backward, but for the parameters'.
+
+    `documents`: two in each sequence; `recompute`: settings of the model.
+    """
     from megatron.core.transformer.module import Float16Module
 
+    from btx_nemo.megatron.documents import document_mask
+
     with parallel_state(layout, seed=0):
-        gpt: Any = build_model(model, layout, precision=precision)
+        gpt: Any = build_model(model, layout, precision=precision, documents=documents, **recompute or {})
         for parameter in gpt.parameters():
             torch.nn.init.normal_(parameter.data, std=0.02)
         own = {parameter.untyped_storage().data_ptr() for parameter in gpt.parameters()}
@@ -39,7 +53,7 @@ def kept_bytes(model: ModelConfig, layout: LayoutConfig, batch: int, length: int
 
         module = Float16Module(gpt.config, gpt) if precision == "bf16" else gpt
         tokens = torch.randint(0, model.vocab_size, (batch, length))
-        positions = torch.arange(length).expand(batch, -1)
+        positions = (torch.arange(length) % (length // 2 if documents else length)).expand(batch, -1)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            module(tokens, positions, None, labels=tokens)
+            module(tokens, positions, document_mask(positions), labels=tokens)
         return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
