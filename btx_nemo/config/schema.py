@@ -294,5 +294,7 @@ NO_EFFECT = (
 """Keys of TrainConfig that change nothing in what is computed."""
 SAME_RESULT = ("moe.dispatcher", "moe.experts", "optim.offload", "data.kind")
 """Settings inside other keys that change nothing in what is computed."""
+DENSE_STAGES = ("expert", "sft")
+"""Stages that train dense models."""
 RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 """What `recompute_modules` may name."""

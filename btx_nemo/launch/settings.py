@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from btx_nemo.config.load import load
+from btx_nemo.config.schema import DENSE_STAGES
 from btx_nemo.config.training import read_train_config
 from btx_nemo.errors import UserError
-from btx_nemo.launch.graph import Job
+from btx_nemo.launch.graph import TRAININGS, Job
 from btx_nemo.mix.config import read_config
 
 READERS: dict[str, Callable[[dict[str, Any], str], Any]] = {"train": read_train_config, "mix": read_config}
@@ -114,11 +115,18 @@ def _check_fits(job: Job, config: Any, paired: bool, experts: int | None) -> Non
             raise UserError(
                 f"recipe {recipe.name} takes dense models, no pairs; give mix.config=bar or flexolmo, or pair=null"
             )
-    elif job.script == "train_expert.sh":
-        own = any(argument.lstrip("+").startswith("init_from=") for argument in job.args)
-        if config.stage == "bar_expert" and not paired and not own:
-            raise UserError("stage bar_expert trains a two-expert model; give pair.config=two_expert")
-        if config.stage == "expert" and paired:
-            raise UserError(
-                "stage expert trains a dense model, and pair makes one of two experts; take a stage of bar_expert"
-            )
+    else:
+        _check_stage(job, config.stage, paired)
+
+
+def _check_stage(job: Job, stage: str, paired: bool) -> None:
+    """Raise UserError for a stage of training that is not for the model that the job's script trains."""
+    if job.script in TRAININGS.values():
+        if stage == "bar_expert":
+            raise UserError("stage bar_expert trains a two-expert model, this is the mixture; take router, mix or sft")
+    elif job.script == "train_expert.sh" and paired:
+        if stage != "bar_expert":
+            raise UserError(f"stage {stage}: pair makes a two-expert model; take a configuration of stage bar_expert")
+    elif stage not in DENSE_STAGES and not any(argument.lstrip("+").startswith("init_from=") for argument in job.args):
+        remedy = "give pair.config=two_expert" if stage == "bar_expert" else f"take one of {', '.join(DENSE_STAGES)}"
+        raise UserError(f"stage {stage} trains a mixture, this is a dense model; {remedy}")

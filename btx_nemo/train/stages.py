@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from btx_nemo.config.choice import check_choice
-from btx_nemo.config.schema import TrainConfig
+from btx_nemo.config.schema import DENSE_STAGES, TrainConfig
 from btx_nemo.data.prepare import KINDS
 from btx_nemo.errors import UserError
 from btx_nemo.families.config import ModelConfig
@@ -15,7 +15,6 @@ from btx_nemo.routers.losses import check_loss_names
 from btx_nemo.train.names import frozen_names
 
 STAGES = ("expert", "mix", "router", "bar_expert", "sft")
-_DENSE = ("expert", "sft")
 _MIXTURES = ("mix", "router", "bar_expert", "sft")
 
 
@@ -26,7 +25,7 @@ def check_stage(config: TrainConfig, model: ModelConfig) -> None:
         raise UserError(
             f"stage={config.stage} trains a dense model, but {config.init_from} has {model.moe.num_experts} experts"
         )
-    if model.moe is None and config.stage not in _DENSE:
+    if model.moe is None and config.stage not in DENSE_STAGES:
         raise UserError(
             f"stage={config.stage} trains a mixture, but {config.init_from} is dense; assemble one: btx-nemo mix"
         )

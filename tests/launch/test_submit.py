@@ -134,10 +134,17 @@ def test_settings_are_checked_before_anything_starts(runs: Path, monkeypatch: py
             ["pair.config=btx"],
             "pair-math: recipe btx makes no model of an anchor and one expert; give pair.config=two_ex",
         ),
-        (["expert.config=tiny_expert"], "expert-math: stage expert trains a dense model, and pair makes one of two"),
+        (["expert.config=tiny_expert"], "expert-math: stage expert: pair makes a two-expert model; take a configurat"),
+        (["expert.config=tiny_sft"], "expert-math: stage sft: pair makes a two-expert model; take a configuration of"),
+        (["anchor_training.config=tiny_mix"], "anchor: stage mix trains a mixture, this is a dense model; take one of"),
+        (["anchor_training.config=tiny_bar_sft"], "anchor: stage bar_expert trains a mixture, this is a dense"),
+        (
+            ["router.config=tiny_bar_sft", "router.set.domain=math"],
+            "router: stage bar_expert trains a two-expert model, this is the mixture",
+        ),
         (
             ["pair=null", "anchor_training=null"],
-            "expert-math.mid: stage bar_expert trains a two-expert model; give pair",
+            "expert-math.mid: stage bar_expert trains a mixture, this is a dense model; give pair",
         ),
     ):
         with pytest.raises(UserError, match=message):
