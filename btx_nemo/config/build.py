@@ -51,7 +51,7 @@ def _convert(hint: Any, value: Any, where: str, path: str) -> Any:
         return float(value) if hint is float else value
     if isinstance(hint, type) and type(value) is hint:
         return value
-    expected = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
+    expected = getattr(hint, "__name__", str(hint)) if origin is None else "a mapping" if origin is dict else str(hint)
     shown = "nothing (null)" if value is None else f"{value!r} ({type(value).__name__})"
     remedy = f"; quote a text that looks like a number: \"'{value}'\"" if (hint, type(value)) == (str, int) else ""
     raise UserError(f"{where}: {path} must be {expected}, not {shown}{remedy}")

@@ -24,8 +24,9 @@ def conf_dir() -> Path:
 def load(command: str, name: str, overrides: list[str], config_path: str | None = None) -> dict[str, Any]:
     """The resolved configuration `conf/<command>/<name>.yaml` as a plain dictionary.
 
-    `config_path` replaces `conf/<command>`. Raises UserError for an unknown name (listing the known ones), an
-    override that does not parse or names an unknown key, and a value that is still missing ("???").
+    `config_path` replaces `conf/<command>`, where what the file names in its `defaults` is still found. Raises
+    UserError for an unknown name (listing the known ones), an override that does not parse or names an unknown key, and
+    a value that is still missing ("???").
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -42,9 +43,10 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
     for override in overrides:
         _check_override(override, where)
     GlobalHydra.instance().clear()
+    searched = [f"hydra.searchpath=[{_quoted(f'file://{conf_dir() / command}')}]"] if config_path else []
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            config = compose(config_name=name, overrides=[_forced(o, folder) for o in overrides])
+            config = compose(config_name=name, overrides=[*searched, *(_forced(o, folder) for o in overrides)])
         missing = _missing(OmegaConf.to_container(config))
         if missing:
             raise UserError(f"{where}: {missing[0]} is required; give {missing[0]}=VALUE")
@@ -83,15 +85,21 @@ def _check_override(override: str, where: str) -> None:
     if not equals or not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w.\-/@]*", key, re.ASCII):
         raise UserError(f"{where}: override {override!r}: expected KEY=VALUE ({why})")
     if re.search(r"['\"\\$`!]", value):
-        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-        spelled = shlex.quote(f"{key}='{escaped}'")
+        spelled = shlex.quote(f"{key}={_quoted(value)}")
     else:
         spelled = f"{key}=\"'{value}'\""
     raise UserError(f"{where}: override {override!r}: {why}; quote a text that holds such characters: {spelled}")
 
 
+def _quoted(text: str) -> str:
+    """A text as Hydra's grammar reads it back."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def _cause(error: Exception) -> str:
-    """What lies behind Hydra's "Error merging override", which does not say it."""
+    """What lies behind Hydra's "Error merging override", or behind nothing at all, which do not say it."""
+    if error.__cause__ is not None and not str(error):
+        return f"{_one_line(error.__cause__)}; put quotes around a key that YAML takes for something else than a text"
     if error.__cause__ is None or "merging override" not in str(error):
         return ""
     return f": {str(error.__cause__).splitlines()[0]}; give a value of the kind that is there"
@@ -104,7 +112,7 @@ def _missing(values: Any, path: str = "") -> list[str]:
     return [path] if values == "???" else []
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = re.sub(r"See https://hydra.cc\S* for details", "", str(error))
     return re.sub(r"\s+", " ", text).strip()
 

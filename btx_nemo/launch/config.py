@@ -33,7 +33,8 @@ class ExpertConfig(StageConfig):
 
     stages: dict[str, StageConfig | None] = field(default_factory=dict)
     """Trainings before the expert's own, each started from the one before, e.g. {mid: {config: bar_midtrain}}; null
-    leaves out one that `expert` has. What a stage leaves open it takes from `expert` itself."""
+    leaves out one that `expert` has, in `expert` itself one of all. What a stage leaves open it takes from `expert`.
+    Only the first training may have a start of its own (`set.init_from`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class PipelineConfig:
     """Train the anchor, from the seed, first."""
     pair: StageConfig | None = None
     """Assembling, before the trainings of each expert, the two-expert model that they train: the anchor, and an expert
-    that starts from the seed; `config` is the recipe. None: they train the seed itself."""
+    that starts from the seed; `config` is the recipe. None: they train the seed itself. An expert whose first training
+    has a start of its own (`set.init_from`) trains that, and has no pair made."""
     expert: ExpertConfig = field(default_factory=ExpertConfig)
     """What all specialists share."""
     experts: dict[str, ExpertConfig] = field(default_factory=dict)

@@ -1,17 +1,18 @@
-"""The pipeline as a graph of jobs: which script makes what, from what. Pure: no file is read."""
+"""The pipeline as a graph of jobs: which script makes what, from what. No file is read; links are followed."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from btx_nemo.config.choice import check_choice
 from btx_nemo.config.domains import check_domain
 from btx_nemo.errors import UserError
-from btx_nemo.launch.config import PipelineConfig, StageConfig
+from btx_nemo.launch.config import ExpertConfig, PipelineConfig, StageConfig
 from btx_nemo.launch.words import arguments, merged, options
 
 UNTIL = ("experts", "mix", "train", "export", "eval")
@@ -42,7 +43,7 @@ class Job:
     inputs: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     """What it is made of, by the names that the script records."""
     after: tuple[str, ...] = ()
-    """Stages of this graph that it needs."""
+    """Stages of this graph that it waits for: those that make what it is made of, and `DATA`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def places(config: PipelineConfig) -> Places:
     seed = config.seed or runs / "seed"
     anchor = config.anchor or (runs / "anchor" if config.anchor_training else seed)
     given = (runs, seed, anchor, config.data or runs / "data", config.chats or runs / "chats")
-    found = Places(*(Path(folder).absolute() for folder in given))
+    found = Places(*(Path(os.path.abspath(folder)) for folder in given))  # as the scripts do: no `..` stays
     for name, folder in vars(found).items():
         if re.search(r"['\\\\$\n]", str(folder)):
             raise UserError(
@@ -86,6 +87,24 @@ def graph(config: PipelineConfig, *, allow_missing: bool = False) -> list[Job]:
     return list(_linked(jobs))
 
 
+def made_by(job: Job, paths: Iterable[Path]) -> bool:
+    """Whether one of the paths is in what the job makes, however it is spelled: through links, with `..`.
+
+    Where the output is itself a link, what goes by its name is in it, and not what happens to be where it leads to.
+    """
+    out = _place(job.out)
+    for path in paths:
+        given = Path(os.path.abspath(path))
+        if Path(os.path.realpath(path)).is_relative_to(out) or out in map(_place, (given, *given.parents)):
+            return True
+    return False
+
+
+def _place(path: Path) -> Path:
+    """The one name of a path itself, not of what it leads to where it is a link."""
+    return Path(os.path.realpath(path.parent), path.name)
+
+
 def _linked(jobs: Sequence[Job]) -> Iterator[Job]:
     """The jobs, each after those of this graph that it names, and after those that make what it is made of.
 
@@ -93,13 +112,12 @@ def _linked(jobs: Sequence[Job]) -> Iterator[Job]:
     """
     before: list[Job] = []
     for number, job in enumerate(jobs):
-        sources = [path.absolute() for path in job.inputs.values()]
         for other in jobs[number:]:
-            if any(path.is_relative_to(other.out) for path in sources):
+            if made_by(other, job.inputs.values()):
                 raise UserError(
                     f"{job.name}: starts from {other.out}, which {other.name} makes, not before it; name another"
                 )
-        makers = [one.name for one in before if any(path.is_relative_to(one.out) for path in sources)]
+        makers = [one.name for one in before if made_by(one, job.inputs.values())]
         known = [name for name in job.after if any(name == one.name for one in before)]
         before.append(dataclasses.replace(job, after=tuple(dict.fromkeys([*known, *makers]))))
         yield before[-1]
@@ -151,24 +169,43 @@ def _roots(config: PipelineConfig, at: Places) -> Iterator[Job]:
         yield _training("seed", "train_seed.sh", (), config.seed_training, at, after=("data",))
     if config.anchor_training:
         inputs = {"from": _start(config.anchor_training, at.seed)}
-        after = (*DATA, "seed")
-        yield _training("anchor", "train_anchor.sh", (), config.anchor_training, at, inputs=inputs, after=after)
+        yield _training("anchor", "train_anchor.sh", (), config.anchor_training, at, inputs=inputs)
 
 
 def _experts(config: PipelineConfig, at: Places) -> Iterator[Job]:
     for domain, expert in config.experts.items():
-        start, before = at.seed, "seed"
-        if config.pair:
-            start, before = at.runs / f"pair-{domain}", f"pair-{domain}"
+        trainings = _trainings(domain, config.expert, expert)
+        start = at.seed
+        if config.pair and "init_from" not in next(iter(trainings.values())).set:
             yield _pair(domain, config.pair, at)
-        for name in {**config.expert.stages, **expert.stages}:
-            shared, own = config.expert.stages.get(name), expert.stages.get(name, StageConfig())
-            if own is not None:
-                stage = merged(merged(config.expert, shared or StageConfig()), own)
-                yield _expert(f"{domain}.{name}", stage, at, start, before)
-                before = f"expert-{domain}.{name}"
-                start = _result(at.runs / before, stage)
-        yield _expert(domain, merged(config.expert, expert), at, start, before)
+            start = at.runs / f"pair-{domain}"
+        for words, stage in trainings.items():
+            yield _expert(words, stage, at, start)
+            start = _result(at.runs / f"expert-{words}", stage)
+
+
+def _trainings(domain: str, shared: ExpertConfig, expert: ExpertConfig) -> dict[str, StageConfig]:
+    """The trainings of a domain, in order, by the words that name them; the last is the expert's own.
+
+    Raises UserError where one that is not the first has a start of its own: nobody would use what is trained before.
+    """
+    found = {}
+    for name in {**shared.stages, **expert.stages}:
+        common = shared.stages.get(name)
+        own = expert.stages.get(name, None if common is None else StageConfig())
+        if own is not None:
+            found[f"{domain}.{name}"] = merged(merged(shared, common or StageConfig()), own)
+    found[domain] = merged(shared, expert)
+    first, *later = found
+    stage = first.partition(".")[2]
+    for words in later:
+        if "init_from" in found[words].set:
+            raise UserError(
+                f"expert-{words}: set.init_from: of several trainings only the first has a start of its own; "
+                f"give it there: experts.{domain}.stages.{stage}.set.init_from, or leave out what is before: "
+                f"experts.{domain}.stages.{stage}=null"
+            )
+    return found
 
 
 def _pair(domain: str, stage: StageConfig, at: Places) -> Job:
@@ -181,15 +218,14 @@ def _pair(domain: str, stage: StageConfig, at: Places) -> Job:
         out=out,
         done=out,
         inputs={"seed": at.anchor, f"expert-{domain}": at.seed},
-        after=("seed", "anchor"),
     )
 
 
-def _expert(words: str, stage: StageConfig, at: Places, start: Path, before: str) -> Job:
+def _expert(words: str, stage: StageConfig, at: Places, start: Path) -> Job:
     if start != at.seed and "init_from" not in stage.set:
         stage = dataclasses.replace(stage, set={**stage.set, "init_from": str(start)})
     inputs = {"from": _start(stage, start)}
-    return _training(f"expert-{words}", "train_expert.sh", (words,), stage, at, inputs=inputs, after=(*DATA, before))
+    return _training(f"expert-{words}", "train_expert.sh", (words,), stage, at, inputs=inputs)
 
 
 def _result(run: Path, stage: StageConfig) -> Path:
@@ -217,13 +253,12 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
         out=mix,
         done=mix,
         inputs={"seed": at.anchor} | experts,
-        after=(*DATA, "seed", "anchor", *experts),
     )
     last = "mix"
     for name in config.train if config.until != "mix" else ():
         words = (last,) if last != "mix" else ()
         stage = getattr(config, name)
-        yield _training(name, TRAININGS[name], words, stage, at, inputs={last: at.runs / last}, after=(*DATA, last))
+        yield _training(name, TRAININGS[name], words, stage, at, inputs={last: at.runs / last})
         last = name
     words = (last,) if last != "joint" else ()
     export, evaluation = at.runs / "export", at.runs / "eval"
@@ -236,7 +271,6 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
             out=export,
             done=export,
             inputs={last: at.runs / last},
-            after=(last,),
         )
     if config.until == "eval":
         yield Job(
@@ -247,7 +281,6 @@ def _mixture(config: PipelineConfig, at: Places, allow_missing: bool) -> Iterato
             out=evaluation,
             done=evaluation / "DONE",
             inputs={last: at.runs / last, "export": export},
-            after=(last, "export"),
         )
 
 
@@ -259,7 +292,7 @@ def _training(
     at: Places,
     *,
     inputs: Mapping[str, Path] | None = None,
-    after: tuple[str, ...],
+    after: tuple[str, ...] = DATA,
 ) -> Job:
     out = at.runs / name
     return Job(

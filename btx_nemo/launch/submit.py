@@ -65,15 +65,15 @@ def submit(
     at = places(config)
     environment = {**at.environment, **_settings(config)}
     submission = Submission(scripts_dir(), at.runs, environment, allow_missing)
-    here = local or _is_absent()
+    here, paired = local or _is_absent(), config.pair is not None
     redo = redone(jobs, at.runs, redo)
     if dry_run:
-        todos = _todos(jobs, submission, redo, here=here, save=False)
+        todos = _todos(jobs, submission, redo, paired=paired, here=here, save=False)
         aside = {job.name: (job.out, free_place(at.runs, job.name)) for job in _again(jobs, redo)}
         print(script(todos, submission, aside, here=here))
         return
     with state.submitting(at.runs):
-        todos = _todos(jobs, submission, redo, here=here, save=True)
+        todos = _todos(jobs, submission, redo, paired=paired, here=here, save=True)
         state.save_pipeline(at.runs, {job.name: job.done for job in jobs})
         (at.runs / "logs").mkdir(exist_ok=True)  # Slurm fails a job at once when the folder of its log is missing
         with _put_aside(_again(jobs, redo), at.runs) as put_back:
@@ -164,8 +164,10 @@ def _settings(config: PipelineConfig) -> dict[str, str]:
     return chosen
 
 
-def _todos(jobs: Sequence[Job], submission: Submission, redo: Collection[str], *, here: bool, save: bool) -> list[Todo]:
-    """What is to do; with `save`, jobs of this pipeline that have no record get one."""
+def _todos(
+    jobs: Sequence[Job], submission: Submission, redo: Collection[str], *, paired: bool, here: bool, save: bool
+) -> list[Todo]:
+    """What is to do; with `save`, jobs of this pipeline that have no record get one. `paired`: as `check_settings`."""
     runs = submission.runs
     own = {name: value for name, value in os.environ.items() if name.startswith(("BTX_", "SBATCH_"))}
     told = {**own, **submission.environment}
@@ -180,7 +182,6 @@ def _todos(jobs: Sequence[Job], submission: Submission, redo: Collection[str], *
             raise UserError(f"{todo.job.name} runs as a process of this machine; wait for it, or: btx-nemo cancel")
         if save and one is not None and one is not submitted[todo.job.name]:
             state.save_submitted(runs, todo.job.name, one)
-    paired = any(job.script == "pair.sh" for job in jobs)
     mix = next((todo.job for todo in todos if todo.job.name == "mix"), None)
     if mix is not None and os.path.lexists(mix.out) and made_of(runs, "mix") is None:
         mix = None  # made without the pipeline, and taken as it is

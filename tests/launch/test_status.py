@@ -15,6 +15,7 @@ from btx_nemo.errors import UserError
 from btx_nemo.launch import cancel as cancelling
 from btx_nemo.launch import slurm, state, status
 from btx_nemo.launch.cancel import cancel
+from btx_nemo.launch.identity import made_path
 from btx_nemo.launch.logs import last_words, show_logs
 from btx_nemo.launch.losses import losses
 from btx_nemo.launch.state import Submitted, save_pipeline, save_submitted
@@ -315,3 +316,6 @@ def test_losses_of_all_runs(pipeline: Path, capsys: pytest.CaptureFixture[str]) 
     assert (out / "DONE").exists() and capsys.readouterr().out == "expert-code  math 1.5000\n"
     with pytest.raises(UserError, match="no run has measured a validation loss"):
         losses(pipeline / "logs", out)
+    made_path(pipeline, "mix").write_text('{"inputs": {"expert-math": null}, "settings": {}}')
+    with pytest.raises(UserError, match="no run has measured a validation loss"):
+        losses(pipeline, out)

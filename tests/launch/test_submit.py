@@ -27,6 +27,8 @@ from btx_nemo.convert.to_megatron import import_hf
 from btx_nemo.errors import BtxError, EnvironmentLacks, Stopped, UserError
 from btx_nemo.launch import slurm
 from btx_nemo.launch import submit as module
+from btx_nemo.launch.decide import redone
+from btx_nemo.launch.graph import Job, graph
 from btx_nemo.launch.settings import RESERVED
 from btx_nemo.launch.submit import scripts_dir, submit
 
@@ -88,6 +90,7 @@ def test_bad_domain_is_refused(domain: str, runs: Path) -> None:
         (["math", "until=lunch"], "until=lunch: unknown; known: experts, mix, train, export, eval"),
         (["math", "train=[joint,router]"], "must be .joint., .router. or .router,joint."),
         (["math", "nope=1"], "unknown key nope"),
+        (["math", "experts=null"], r"experts must be a mapping, not nothing \(null\)$"),
         (["math", "experts.math.nodez=1"], "unknown key experts.math.nodez"),
         (["math", "experts.math.stages.A={}"], "'A': only a-z.*rename the stage"),
         (["math", "eval.set.x=1"], "neither config nor set"),
@@ -282,6 +285,76 @@ def test_bar_here_and_an_expert_added_later(runs: Path, capsys: pytest.CaptureFi
     assert went(code) == {}
     assert list(went(code, redo=["expert-math"], dry_run=True)) == ["expert-math", *end]
     assert list(went(code, redo=["anchor"], dry_run=True)) == ["anchor", *math, "pair-code", "expert-code", *end]
+    jobs = pipeline(code, runs=runs)
+    assert redone(jobs, runs, ["seed"]) == ["seed"], "what is made of it notices by itself"
+    trainings = ["anchor", "expert-math.mid", "expert-math", "expert-code", "router"]
+    assert redone(jobs, runs, ["chats"]) == ["chats", *trainings], "pairs and mix read no data"
+
+
+def pipeline(*words: str, runs: Path, config: str = "bar_tiny") -> list[Job]:
+    """The graph."""
+    return graph(module._pipeline(words, config, None, runs))
+
+
+def after(jobs: list[Job]) -> dict[str, tuple[str, ...]]:
+    """Stage -> what it waits for."""
+    return {job.name: job.after for job in jobs}
+
+
+def test_a_stage_is_left_out_for_all_or_for_one(runs: Path) -> None:
+    def stages(*words: str) -> list[str]:
+        return [job.name for job in pipeline(*words, "until=experts", runs=runs) if job.name.startswith("expert-")]
+
+    everyone, math = "expert.stages.mid=null", "experts.math.stages.mid={config:tiny_bar_midtrain}"
+    assert stages(everyone) == ["expert-math", "expert-code"]
+    assert stages(everyone, math) == ["expert-math.mid", "expert-math", "expert-code"]
+    assert stages("experts.math.stages.mid=null") == ["expert-math", "expert-code.mid", "expert-code"]
+
+
+def test_only_the_first_training_has_a_start_of_its_own(runs: Path) -> None:
+    math = "experts.math.stages.mid.set.init_from=/x"
+    for word in ("expert.set.init_from=/x", "experts.math.set.init_from=/x"):
+        with pytest.raises(UserError, match=f"expert-math: set.init_from: .* give it there: {math[:-3]}, or leave"):
+            pipeline(word, runs=runs)
+    with pytest.raises(UserError, match=r"expert-code\.late: set.init_from"):
+        pipeline("experts.code.stages.late={set:{init_from:/x}}", runs=runs)
+    waits = after(pipeline(math, "experts.code.stages.mid=null", "experts.code.set.init_from=/y", runs=runs))
+    assert not {"pair-math", "pair-code"} & {*waits}, "pairs that nobody trains"
+    assert waits["expert-math"] == ("data", "chats", "expert-math.mid")
+    assert waits["expert-code"] == waits["expert-math.mid"] == ("data", "chats"), "they are not made of the seed"
+    submit([math, "expert.stages.mid.set.init_from=/x"], config_name="bar_tiny", runs=runs, dry_run=True)
+
+
+def test_what_makes_an_input_is_known_by_any_of_its_names(runs: Path) -> None:
+    """Through `..`, a link to the folder of runs, and where an output is itself a link."""
+    (runs.parent / "link").symlink_to(runs)
+    (runs.parent / "a").mkdir()
+    (runs / "expert-law").symlink_to(runs / "seed")
+    names = (runs / "mix" / ".." / ".." / runs.name, runs.parent / "link", runs.parent / "a" / ".." / "link")
+    for given, other in [(runs, runs), *((runs, name) for name in names), *((name, runs) for name in names)]:
+        words = ("math", "code", "law", f"experts.code.set.init_from='{other}/expert-math/hf'", "until=mix")
+        jobs = pipeline(*words, runs=given, config="pipeline")
+        assert after(jobs) == {
+            "expert-math": (),
+            "expert-code": ("expert-math",),
+            "expert-law": (),
+            "mix": ("expert-math", "expert-code", "expert-law"),
+        }
+        with pytest.raises(UserError, match=r"pair-math: starts from .*, which mix makes"):
+            pipeline("anchor_training=null", f"anchor='{other}/mix'", runs=given)
+    (runs / "expert-math").symlink_to(runs.parent / "a")
+    assert after(jobs) == after(pipeline(*words, runs=given, config="pipeline"))
+
+
+def test_a_pipeline_in_a_folder_of_one_s_own(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = runs.parent / "own 'conf'"
+    own.mkdir()
+    shutil.copy(REPO / "conf" / "submit" / "pipeline_tiny.yaml", own)
+    (own / "bad.yaml").write_text("defaults: [pipeline, _self_]\nexpert: {stages: {null: {}}}\n")
+    submit([], config_name="pipeline_tiny", config_path=str(own), runs=runs, dry_run=True)
+    assert "# expert-prose: new" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"bad.yaml: Incompatible key type .* expert.stages .*; put quotes around"):
+        submit(["math"], config_name="bad", config_path=str(own), runs=runs)
 
 
 def test_flexolmo_here(runs: Path) -> None:
@@ -349,7 +422,7 @@ def test_what_follows_data_that_are_made_again_is_made_again(runs: Path) -> None
     submit(words, runs=runs)
     submit(words, runs=runs, redo=("data",))
     aside = sorted(path.name for path in (runs / "stale").iterdir())
-    assert aside == ["data.1", "expert-math.1", "mix.1", "seed.1"]
+    assert aside == ["data.1", "expert-math.1", "seed.1"], "the mix reads no data, and the expert is the same"
     assert (runs / "expert-math" / "DONE").exists() and (runs / "mix").exists()
 
 

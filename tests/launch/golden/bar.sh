@@ -46,7 +46,7 @@ job11=$(sbatch --parsable --export=ALL --job-name=btx-pair-tool '--output={runs}
 echo "btx-pair-tool ${job11}"
 job12=$(sbatch --parsable --export=ALL --job-name=btx-expert-tool '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job1}:${job2}:${job11}" --kill-on-invalid-dep=yes --gres=none --time=00:30:00 --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/train_expert.sh tool --config-name=tiny_bar_sft export=false 'init_from='"'"'{runs}/pair-tool'"'"'')
 echo "btx-expert-tool ${job12}"
-job13=$(sbatch --parsable --export=ALL --job-name=btx-mix '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job1}:${job2}:${job3}:${job4}:${job7}:${job10}:${job12}" --kill-on-invalid-dep=yes --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/mix.sh math code tool --config-name=bar format=megatron)
+job13=$(sbatch --parsable --export=ALL --job-name=btx-mix '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job4}:${job7}:${job10}:${job12}" --kill-on-invalid-dep=yes --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/mix.sh math code tool --config-name=bar format=megatron)
 echo "btx-mix ${job13}"
 job14=$(sbatch --parsable --export=ALL --job-name=btx-router '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job1}:${job2}:${job13}" --kill-on-invalid-dep=yes --gres=none --time=00:30:00 --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/train_router.sh --config-name=tiny_bar_router)
 echo "btx-router ${job14}"

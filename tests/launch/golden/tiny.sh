@@ -21,7 +21,7 @@ job2=$(sbatch --parsable --export=ALL --job-name=btx-seed '--output={runs}/logs/
 echo "btx-seed ${job2}"
 job3=$(sbatch --parsable --export=ALL --job-name=btx-experts '--output={runs}/logs/%x_%A_%a.out' --comment={digest} --array=0-2 "--dependency=afterok:${job1}:${job2}" --kill-on-invalid-dep=yes --gres=none --time=00:30:00 --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/train_expert.sh math code prose --config-name=tiny_expert)
 echo "btx-experts ${job3}"
-job4=$(sbatch --parsable --export=ALL --job-name=btx-mix '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job1}:${job2}:${job3}_0:${job3}_1:${job3}_2" --kill-on-invalid-dep=yes --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/mix.sh math code prose --config-name=btx)
+job4=$(sbatch --parsable --export=ALL --job-name=btx-mix '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job2}:${job3}_0:${job3}_1:${job3}_2" --kill-on-invalid-dep=yes --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/mix.sh math code prose --config-name=btx)
 echo "btx-mix ${job4}"
 job5=$(sbatch --parsable --export=ALL --job-name=btx-joint '--output={runs}/logs/%x_%j.out' --comment={digest} "--dependency=afterok:${job1}:${job4}" --kill-on-invalid-dep=yes --gres=none --time=00:30:00 --cpus-per-task=1 --mem=4G --partition=gpu {slurm}/train_mix.sh --config-name=tiny_mix)
 echo "btx-joint ${job5}"
