@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from btx_nemo.errors import UserError
-from btx_nemo.launch.graph import Job, made_by
+from btx_nemo.launch.composed import configured
+from btx_nemo.launch.graph import DATA, Job, made_by
 from btx_nemo.launch.identity import Made, check_there, made_of, made_path, refusal
 from btx_nemo.launch.state import Submitted, events
 
@@ -64,12 +65,21 @@ def redone(jobs: Sequence[Job], runs: Path, redo: Collection[str]) -> list[str]:
             raise UserError(f"--redo {name}: no such stage; known: {', '.join(known)}")
     names: dict[str, Job] = {}
     for job in jobs:
-        before = [names[name] for name in job.after if name in names]
+        before = [names[name] for name in job.after if name in names and not _unread(name, job)]
         seen = job.inputs.values() if made_of(runs, job.name) else ()
         blind = [one for one in before if not made_by(one, seen)]
         if job.name in redo or blind:
             names[job.name] = job
     return list(names)
+
+
+def _unread(data: str, job: Job) -> bool:
+    """Whether one of `DATA` is plainly not what a training reads: its path is the other's, as conf/train has them."""
+    if data not in DATA or not job.script.startswith("train_"):
+        return False
+    other = {"data": os.environ.get("BTX_CHATS") or "runs/chats", "chats": os.environ.get("BTX_DATA") or "runs/data"}
+    config = configured(job.name, job.args)
+    return config is not None and other["data"] != other["chats"] and config.data.path == other[data]
 
 
 def line(job: Job, environment: Mapping[str, str]) -> list[str]:

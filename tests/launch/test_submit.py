@@ -29,6 +29,7 @@ from btx_nemo.launch import slurm
 from btx_nemo.launch import submit as module
 from btx_nemo.launch.decide import redone
 from btx_nemo.launch.graph import Job, graph
+from btx_nemo.launch.identity import made_path
 from btx_nemo.launch.settings import RESERVED
 from btx_nemo.launch.submit import scripts_dir, submit
 
@@ -323,6 +324,20 @@ def test_only_the_first_training_has_a_start_of_its_own(runs: Path) -> None:
     assert waits["expert-math"] == ("data", "chats", "expert-math.mid")
     assert waits["expert-code"] == waits["expert-math.mid"] == ("data", "chats"), "they are not made of the seed"
     submit([math, "expert.stages.mid.set.init_from=/x"], config_name="bar_tiny", runs=runs, dry_run=True)
+
+
+def test_trainings_follow_the_data_that_they_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BTX_CLI")
+    jobs = pipeline("~experts.code", runs=runs)
+    (runs / "state").mkdir()
+    for job in jobs:
+        made_path(runs, job.name).write_text('{"inputs": {}, "settings": {}}')
+    chat = ["anchor", "expert-math", "router"]
+    assert redone(jobs, runs, ["chats"]) == ["chats", *chat]
+    text = ["seed", "anchor", "expert-math.mid", "expert-math", "router"]
+    assert redone(jobs, runs, ["data"]) == ["data", "chats", *text], "conversations are made of the text"
+    other = pipeline("~experts.code", "expert.stages.mid.set.data.path=/x", runs=runs)
+    assert redone(other, runs, ["chats"]) == ["chats", "anchor", "expert-math.mid", "expert-math", "router"]
 
 
 def test_what_makes_an_input_is_known_by_any_of_its_names(runs: Path) -> None:
