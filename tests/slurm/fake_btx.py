@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Stands in for `btx-nemo` in tests of the job scripts: the same commands and run folders, no torch, 0.05 s a step.
 
-`train` understands `steps=N`, `fail=true` and `fill=true` (its disk is full), saves its step on TERM and USR1 and exits
-75, and resumes. Its weights are a hash over all steps and what it started from: one that is lost, done twice or done
-from elsewhere changes them. Every start is recorded in <out>/starts.jsonl (arguments, first step, start and end).
+`train` understands `steps=N`, `fail=true`, `fill=true` (its disk is full) and `meet=N` (it goes on once N experts have
+begun), saves its step on TERM and USR1 and exits 75, and resumes. Its weights are a hash over all steps and what it
+started from: one that is lost, done twice or done from elsewhere changes them. Every start is recorded in
+<out>/starts.jsonl (arguments, first step, start and end).
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ def train(keys: dict[str, str], argv: list[str]) -> int:
     steps = int(keys.get("steps", "5"))
     started = time.time()
     (out / "resolved.yaml").write_text(f"{{steps: {steps}, global_batch_size: 4, data: {{seq_length: 25}}}}")
+    while len(list(out.parent.glob("expert-*/resolved.yaml"))) < int(keys.get("meet", "0")):
+        time.sleep(0.05)
+        if time.time() > started + 120:
+            sys.exit("the others have not begun")
     status = 0
     for step in range(first, steps):
         if stop:

@@ -18,7 +18,7 @@ DOMAINS = ("math", "code", "prose")
 
 
 def test_experts_in_parallel_then_mix_then_training_then_export(user: User) -> None:
-    arguments = (*DOMAINS, "expert.set.steps=120", "joint.set.steps=3", "joint.nodes=2")
+    arguments = (*DOMAINS, "expert.set.steps=40", "+expert.set.meet=3", "joint.set.steps=3", "joint.nodes=2")
     ids = user.submit(*arguments)
     assert list(ids) == STAGES
     array = ids["expert-math"].partition("_")[0]
@@ -32,7 +32,7 @@ def test_experts_in_parallel_then_mix_then_training_then_export(user: User) -> N
     assert max(e["begin"] for e in experts) < min(e["end"] for e in experts), "the experts did not run side by side"
     assert joint["begin"] > max(e["end"] for e in experts)
     own = ["domain=math", f"out='{runs}/expert-math'", "export=true"]
-    assert math["argv"] == ["train", "--config-name=expert", *own, "steps=120"]
+    assert math["argv"] == ["train", "--config-name=expert", *own, "steps=40", "meet=3"]
     assert joint["argv"][:3] == ["train", "--config-name=mix", f"init_from='{runs}/mix'"]
     mix = json.loads((runs / "mix" / "manifest.json").read_text())
     assert mix["seed"] == f"{runs}/seed"
@@ -46,7 +46,7 @@ def test_experts_in_parallel_then_mix_then_training_then_export(user: User) -> N
     assert set(user.submit(*arguments).values()) == {"done"}
     table = [line.split() for line in user.btx("status").splitlines()]
     assert [row[:3] for row in table[1:]] == [[stage, "done", ids[stage]] for stage in STAGES]
-    assert table[1][4:7] == ["120/120", "0.008", "2,000"]
+    assert table[1][4:7] == ["40/40", "0.025", "2,000"]
 
 
 def test_the_printed_script_submits_the_same(user: User) -> None:
