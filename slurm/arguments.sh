@@ -36,6 +36,9 @@ btx_one_of() { # what chosen known...
   [[ " $* " == *" $chosen "* && $chosen != *' '* ]] || btx_die 2 "$what ${chosen@Q}: unknown; known: $*"
   ((${#WORDS[@]} < 2)) || btx_die 2 "${WORDS[1]@Q}: expected KEY=VALUE; name one $what"
 }
+btx_no_words() {
+  ((${#WORDS[@]} == 0)) || btx_die 2 "${WORDS[0]@Q}: expected KEY=VALUE or --config-name=NAME"
+}
 btx_config() { # default: the configuration's flags, with this name where the caller gave none
   [[ " ${CONFIG[*]-} " == *" --config-name="* ]] || CONFIG+=("--config-name=$1")
 }

@@ -191,6 +191,19 @@ btx_begin() { # out done name=folder...: records what `out` is made of; one made
   if ((rc)); then btx_finish "$rc" ""; fi
   if [[ -e $done_path ]]; then btx_finish 0 "$done_path"; fi
 }
+btx_begin_from() { # out: of a training that starts from $BTX_SEED, or from an init_from of its own
+  local from
+  from=$(btx_override init_from)
+  from=${from:-$BTX_SEED}
+  btx_finished "$from"
+  btx_begin "$1" "$1/DONE" "from=$from"
+}
+btx_train() { # out KEY=VALUE...: trains into `out` with these settings and those of the user, and ends the script
+  local rc=0 out=$1
+  shift
+  btx_ranks train "${CONFIG[@]}" "$@" "${OVERRIDES[@]}" || rc=$?
+  btx_finish "$rc" "$out/DONE"
+}
 btx_ranks() { # arguments of the command...: on every node, stopped by USR1
   STOP_SIGNAL=USR1
   if ((IN_SLURM)); then

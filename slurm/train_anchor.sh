@@ -31,15 +31,11 @@ fi
 source "$here/common.sh"
 
 btx_arguments "out" "$@"
-((${#WORDS[@]} == 0)) || btx_die 2 "${WORDS[0]@Q}: expected KEY=VALUE or --config-name=NAME"
+btx_no_words
 btx_setup "$here" anchor
 btx_config sft
 
 out=$RUNS/anchor
-from=$(btx_override init_from)
-btx_finished "${from:-$BTX_SEED}"
-btx_begin "$out" "$out/DONE" "from=${from:-$BTX_SEED}"
+btx_begin_from "$out"
 btx_log "anchor into $out"
-rc=0
-btx_ranks train "${CONFIG[@]}" "$(btx_setting out "$out")" export=true "${OVERRIDES[@]}" || rc=$?
-btx_finish "$rc" "$out/DONE"
+btx_train "$out" "$(btx_setting out "$out")" export=true

@@ -51,11 +51,6 @@ btx_setup "$here" "expert-$expert"
 btx_config expert
 
 out=$RUNS/expert-$expert
-from=$(btx_override init_from)
-btx_finished "${from:-$BTX_SEED}"
-btx_begin "$out" "$out/DONE" "from=${from:-$BTX_SEED}"
+btx_begin_from "$out"
 btx_log "expert $expert into $out"
-rc=0
-settings=("$(btx_setting domain "${expert%%.*}")" "$(btx_setting out "$out")" export=true)
-btx_ranks train "${CONFIG[@]}" "${settings[@]}" "${OVERRIDES[@]}" || rc=$?
-btx_finish "$rc" "$out/DONE"
+btx_train "$out" "$(btx_setting domain "${expert%%.*}")" "$(btx_setting out "$out")" export=true

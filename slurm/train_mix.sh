@@ -41,7 +41,4 @@ if [[ $start == mix ]]; then ready=$RUNS/mix; else ready=$RUNS/$start/DONE; fi
 [[ -e $ready ]] || btx_die 2 "$ready is missing: there is nothing finished to start from; run mix.sh (or train_router.sh) first"
 btx_begin "$out" "$out/DONE" "$start=$RUNS/$start"
 btx_log "joint training into $out"
-rc=0
-settings=("$(btx_setting init_from "$RUNS/$start")" "$(btx_setting out "$out")")
-btx_ranks train "${CONFIG[@]}" "${settings[@]}" "${OVERRIDES[@]}" || rc=$?
-btx_finish "$rc" "$out/DONE"
+btx_train "$out" "$(btx_setting init_from "$RUNS/$start")" "$(btx_setting out "$out")"

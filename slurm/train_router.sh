@@ -31,7 +31,7 @@ fi
 source "$here/common.sh"
 
 btx_arguments "init_from out" "$@"
-((${#WORDS[@]} == 0)) || btx_die 2 "${WORDS[0]@Q}: expected KEY=VALUE or --config-name=NAME"
+btx_no_words
 btx_setup "$here" router
 btx_config router
 
@@ -39,7 +39,4 @@ mix=$RUNS/mix out=$RUNS/router
 [[ -e $mix ]] || btx_die 2 "$mix is missing: the mixture is not assembled; run mix.sh first"
 btx_begin "$out" "$out/DONE" "mix=$mix"
 btx_log "training of the routers into $out"
-rc=0
-settings=("$(btx_setting init_from "$mix")" "$(btx_setting out "$out")")
-btx_ranks train "${CONFIG[@]}" "${settings[@]}" "${OVERRIDES[@]}" || rc=$?
-btx_finish "$rc" "$out/DONE"
+btx_train "$out" "$(btx_setting init_from "$mix")" "$(btx_setting out "$out")"

@@ -31,13 +31,11 @@ fi
 source "$here/common.sh"
 
 btx_arguments "domain out export" "$@"
-((${#WORDS[@]} == 0)) || btx_die 2 "${WORDS[0]@Q}: expected KEY=VALUE or --config-name=NAME"
+btx_no_words
 btx_setup "$here" seed
 btx_config tiny_seed
 
 out=$RUNS/seed
 btx_begin "$out" "$out/DONE"
 btx_log "seed into $out"
-rc=0
-btx_ranks train "${CONFIG[@]}" "$(btx_setting out "$out")" export=true "${OVERRIDES[@]}" || rc=$?
-btx_finish "$rc" "$out/DONE"
+btx_train "$out" "$(btx_setting out "$out")" export=true

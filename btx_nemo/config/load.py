@@ -43,7 +43,7 @@ def load(command: str, name: str, overrides: list[str], config_path: str | None 
     for override in overrides:
         _check_override(override, where)
     GlobalHydra.instance().clear()
-    searched = [f"hydra.searchpath=[{_quoted(f'file://{conf_dir() / command}')}]"] if config_path else []
+    searched = [f"hydra.searchpath=[{quoted(f'file://{conf_dir() / command}')}]"] if config_path else []
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
             config = compose(config_name=name, overrides=[*searched, *(_forced(o, folder) for o in overrides)])
@@ -85,13 +85,13 @@ def _check_override(override: str, where: str) -> None:
     if not equals or not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w.\-/@]*", key, re.ASCII):
         raise UserError(f"{where}: override {override!r}: expected KEY=VALUE ({why})")
     if re.search(r"['\"\\$`!]", value):
-        spelled = shlex.quote(f"{key}={_quoted(value)}")
+        spelled = shlex.quote(f"{key}={quoted(value)}")
     else:
         spelled = f"{key}=\"'{value}'\""
     raise UserError(f"{where}: override {override!r}: {why}; quote a text that holds such characters: {spelled}")
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """A text as Hydra's grammar reads it back."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 

@@ -89,11 +89,12 @@ def _whole_sequences(logits_BQV: Tensor) -> Tensor:
     """[B, S, V] from what each context-parallel rank has. Collective over them."""
     from megatron.core import parallel_state as mpu
 
-    from btx_nemo.routers.ranks import Places, gather
+    from btx_nemo.routers.ranks import Places
 
-    group = mpu.get_context_parallel_group()
-    order = Places(group, group.size()).all(logits_BQV.shape[1]).argsort()
-    return torch.cat(gather(logits_BQV, group), dim=1)[:, order.to(logits_BQV.device)]
+    group, sequences = mpu.get_context_parallel_group(), len(logits_BQV)
+    places = Places(group, group.size())
+    whole_TV, _ = places.gather_tokens(logits_BQV.transpose(0, 1).flatten(0, 1), sequences)
+    return whole_TV.unflatten(0, (-1, sequences)).transpose(0, 1)
 
 
 def hf_logits(folder: Path, tokens_BS: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from btx_nemo.errors import UserError
 from btx_nemo.launch.composed import configured
-from btx_nemo.launch.graph import DATA, Job, made_by
+from btx_nemo.launch.graph import DATA, Job
 from btx_nemo.launch.identity import Made, check_there, made_of, made_path, refusal
+from btx_nemo.launch.places import within
 from btx_nemo.launch.state import Submitted, events
 
 
@@ -67,7 +68,7 @@ def redone(jobs: Sequence[Job], runs: Path, redo: Collection[str]) -> list[str]:
     for job in jobs:
         before = [names[name] for name in job.after if name in names and not _unread(name, job)]
         seen = job.inputs.values() if made_of(runs, job.name) else ()
-        blind = [one for one in before if not made_by(one, seen)]
+        blind = [one for one in before if not within(one.out, seen)]
         if job.name in redo or blind:
             names[job.name] = job
     return list(names)
@@ -162,7 +163,7 @@ def _why(job: Job, runs: Path, record: Submitted | None, before: Sequence[Todo])
     then = made_of(runs, job.name)
     if then is not None and os.path.lexists(job.out):
         now = Made.now(job.name, job.inputs, job.args)
-        made = [name for name, path in job.inputs.items() if any(made_by(todo.job, [path]) for todo in before)]
+        made = [name for name, path in job.inputs.items() if any(within(todo.job.out, [path]) for todo in before)]
         check_there(runs, job.name, [name for name in then.missing(now) if name not in made], job.inputs)
         stale, changed = then.changed_inputs(now), then.changed_settings(now)
         if stale and job.done.exists():

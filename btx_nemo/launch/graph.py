@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from btx_nemo.config.choice import check_choice
 from btx_nemo.config.domains import check_domain
 from btx_nemo.errors import UserError
 from btx_nemo.launch.config import ExpertConfig, PipelineConfig, StageConfig
+from btx_nemo.launch.places import Places, places, within
 from btx_nemo.launch.words import arguments, merged, options
 
 UNTIL = ("experts", "mix", "train", "export", "eval")
@@ -46,37 +46,6 @@ class Job:
     """Stages of this graph that it waits for: those that make what it is made of, and `DATA`."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a pipeline lives."""
-
-    runs: Path
-    seed: Path
-    anchor: Path
-    data: Path
-    chats: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """By the names that the scripts know."""
-        return {f"BTX_{name.upper()}": str(folder) for name, folder in vars(self).items()}
-
-
-def places(config: PipelineConfig) -> Places:
-    """The folders of a pipeline, absolute. Raises UserError for a name that the scripts could not pass on."""
-    runs = Path(config.runs)
-    seed = config.seed or runs / "seed"
-    anchor = config.anchor or (runs / "anchor" if config.anchor_training else seed)
-    given = (runs, seed, anchor, config.data or runs / "data", config.chats or runs / "chats")
-    found = Places(*(Path(os.path.abspath(folder)) for folder in given))  # as the scripts do: no `..` stays
-    for name, folder in vars(found).items():
-        if re.search(r"['\\\\$\n]", str(folder)):
-            raise UserError(
-                f"{name}={str(folder)!r}: has a quote, a backslash, a dollar or a line break in it; use another folder"
-            )
-    return found
-
-
 def graph(config: PipelineConfig, *, allow_missing: bool = False) -> list[Job]:
     """All jobs of a pipeline, each after those it needs. Raises UserError for a pipeline that cannot be."""
     _check(config)
@@ -87,24 +56,6 @@ def graph(config: PipelineConfig, *, allow_missing: bool = False) -> list[Job]:
     return list(_linked(jobs))
 
 
-def made_by(job: Job, paths: Iterable[Path]) -> bool:
-    """Whether one of the paths is in what the job makes, however it is spelled: through links, with `..`.
-
-    Where the output is itself a link, what goes by its name is in it, and not what happens to be where it leads to.
-    """
-    out = _place(job.out)
-    for path in paths:
-        given = Path(os.path.abspath(path))
-        if Path(os.path.realpath(path)).is_relative_to(out) or out in map(_place, (given, *given.parents)):
-            return True
-    return False
-
-
-def _place(path: Path) -> Path:
-    """The one name of a path itself, not of what it leads to where it is a link."""
-    return Path(os.path.realpath(path.parent), path.name)
-
-
 def _linked(jobs: Sequence[Job]) -> Iterator[Job]:
     """The jobs, each after those of this graph that it names, and after those that make what it is made of.
 
@@ -113,11 +64,11 @@ def _linked(jobs: Sequence[Job]) -> Iterator[Job]:
     before: list[Job] = []
     for number, job in enumerate(jobs):
         for other in jobs[number:]:
-            if made_by(other, job.inputs.values()):
+            if within(other.out, job.inputs.values()):
                 raise UserError(
                     f"{job.name}: starts from {other.out}, which {other.name} makes, not before it; name another"
                 )
-        makers = [one.name for one in before if made_by(one, job.inputs.values())]
+        makers = [one.name for one in before if within(one.out, job.inputs.values())]
         known = [name for name in job.after if any(name == one.name for one in before)]
         before.append(dataclasses.replace(job, after=tuple(dict.fromkeys([*known, *makers]))))
         yield before[-1]

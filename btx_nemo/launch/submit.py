@@ -23,10 +23,11 @@ from btx_nemo.launch import found, slurm, state
 from btx_nemo.launch.batches import Submission, script, submit_all
 from btx_nemo.launch.config import PipelineConfig
 from btx_nemo.launch.decide import Todo, decide, line, redone
-from btx_nemo.launch.graph import Job, graph, places
+from btx_nemo.launch.graph import Job, graph
 from btx_nemo.launch.identity import free_place, made_of, made_path, put_aside
 from btx_nemo.launch.local import run_here
 from btx_nemo.launch.options import check_options
+from btx_nemo.launch.places import places
 from btx_nemo.launch.settings import check_settings
 from btx_nemo.launch.words import spell
 

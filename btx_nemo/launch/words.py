@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from btx_nemo.config.flat import flat
+from btx_nemo.config.load import quoted
 from btx_nemo.launch.config import StageConfig
 
 DEFAULTS = {
@@ -63,4 +64,4 @@ def spell(value: Any) -> str:
     simple = re.fullmatch(r"[A-Za-z/.][A-Za-z0-9_/.-]*", text) and text.lower() not in ("null", "true", "false")
     if not isinstance(value, str) or (simple and text.lower() not in ("nan", "inf")):
         return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return quoted(text)

@@ -75,10 +75,11 @@ def load_optimizer_state(optimizer: Any, states: dict[Any, Any], *, steps: int) 
         for inner in _inner(part):
             by_weight = _counts_by_weight(inner)
             for group in inner.param_groups:
-                if not by_weight:
+                if by_weight:
+                    for weight in group["params"]:
+                        inner.state[weight]["step"].fill_(steps)
+                else:
                     group["step"] = steps
-                for weight in group["params"] if by_weight else ():
-                    inner.state[weight]["step"].fill_(steps)
 
 
 def agree_on_loss_scale(optimizer: Any) -> None:
